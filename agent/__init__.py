@@ -1,0 +1,1 @@
+"""On the board: a bundle in, answers over HTTP/1.1 out."""

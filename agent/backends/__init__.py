@@ -1,0 +1,1 @@
+"""How the engine drives a runtime, one module a runtime."""

@@ -1,0 +1,1 @@
+"""The engine process: the only one that loads a runtime."""

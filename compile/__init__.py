@@ -1,0 +1,1 @@
+"""Offline: an ONNX model and a board in, a bundle that provably fits out."""

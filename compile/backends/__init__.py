@@ -1,0 +1,1 @@
+"""What a runtime needs of a graph, one module a runtime."""

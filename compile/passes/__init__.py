@@ -1,0 +1,1 @@
+"""Graph passes: frozen dataclasses whose fields are their options."""

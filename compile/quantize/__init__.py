@@ -1,0 +1,1 @@
+"""Weight quantizers: tensors in, packed codes and scales out, slab by slab."""

@@ -1,0 +1,1 @@
+"""A serial microcontroller joins in: framed link, session and simulator."""

@@ -1,0 +1,161 @@
+"""Boards: strict TOML descriptions of the machines a bundle can be compiled for."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from targets.errors import BoardError, did_you_mean
+from targets.tensor import DType
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MIB = 1 << 20
+
+
+class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """MemTotal already excludes firmware and GPU carve-outs. `runtime_fixed_mib` is F_rt: both agent processes
+    with the runtime loaded and no model."""
+
+    kind: str
+    physical_mib: int
+    mem_total_mib: int
+    os_reserve_mib: int
+    contiguous_ceiling_mib: int
+    runtime_fixed_mib: int
+
+    def __post_init__(self) -> None:
+        if min(self.mem_total_mib, self.os_reserve_mib, self.contiguous_ceiling_mib, self.runtime_fixed_mib) <= 0:
+            raise ValueError("sizes must be above zero")
+        if self.mem_total_mib > self.physical_mib:
+            raise ValueError("mem_total_mib cannot exceed physical_mib")
+
+
+class Bandwidth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Peak DRAM bandwidth (decimal GB/s) and sequential read of the usual storage (decimal MB/s)."""
+
+    dram_gb_s: float
+    storage_read_mb_s: float
+
+
+class Runtime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What executes segments there. `sm` is the CUDA compute capability (8.7), empty without a GPU."""
+
+    name: str
+    version: str
+    max_opset: int
+    dtypes: tuple[DType, ...]
+    sm: str = ""
+
+    def __post_init__(self) -> None:
+        if self.name not in RUNTIMES:
+            raise ValueError(f"unknown runtime {self.name!r}; available: {', '.join(RUNTIMES)}")
+
+
+RUNTIMES = ("onnxruntime", "tensorrt")
+
+
+class Power(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Watts of the whole board."""
+
+    idle_w: float
+    max_w: float
+
+
+class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """List price of the board alone."""
+
+    usd: float
+
+
+class Board(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One board. `compute` maps a dtype to peak 10^9 operations per second (a multiply-add counts as two)."""
+
+    schema: int
+    title: str
+    arch: str
+    cpu: str
+    cores: int
+    memory: Memory
+    bandwidth: Bandwidth
+    compute: dict[str, float]
+    runtime: Runtime
+    power: Power
+    price: Price
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.schema != 1:
+            raise ValueError(f"schema {self.schema} is not known; available: 1")
+        known = {dtype.value for dtype in DType}
+        for dtype in self.compute:
+            if dtype not in known:
+                raise ValueError(f"compute: {did_you_mean(dtype, known)}")
+
+
+def parse_board(text: str, name: str) -> Board:
+    """Read one board description; raises BoardError naming the key and what was expected."""
+    try:
+        fields: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BoardError(f"board {name!r} is not valid TOML: {error}", "see targets/boards for examples") from None
+    fields["name"] = name
+    try:
+        return msgspec.convert(fields, Board)
+    except msgspec.ValidationError as error:
+        raise BoardError(f"board {name!r}: {error}", _hint(str(error))) from None
+
+
+def _hint(message: str) -> str:
+    unknown = re.search(r"unknown field `(\w+)`(?: - at `\$\.?(\w*)`)?", message)
+    if not unknown:
+        return "see targets/boards for examples"
+    struct: Any = {t.__name__.lower(): t for t in (Memory, Bandwidth, Runtime, Power, Price)}.get(
+        unknown[2] or "", Board
+    )
+    return did_you_mean(unknown[1], struct.__struct_fields__)
+
+
+def board_names() -> list[str]:
+    """Names of the boards that come with Tightfit."""
+    folder = resources.files("targets") / "boards"
+    return sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def board_source(name_or_path: str) -> tuple[str, str]:
+    """(name, TOML text) of a known board, or of a `.toml` file; raises BoardError listing the known ones."""
+    if name_or_path.endswith(".toml"):
+        path = Path(name_or_path)
+        try:
+            return path.stem, path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise BoardError(f"cannot read board file {name_or_path}: {reason}") from None
+    names = board_names()
+    if name_or_path not in names:
+        raise BoardError(f"unknown board {name_or_path!r}", did_you_mean(name_or_path, names))
+    entry = resources.files("targets") / "boards" / f"{name_or_path}.toml"
+    return name_or_path, entry.read_text(encoding="utf-8")
+
+
+def load_board(name_or_path: str) -> Board:
+    """The board of that name, or described by that `.toml` file."""
+    name, text = board_source(name_or_path)
+    return parse_board(text, name)
+
+
+_FIGURE = re.compile(r"^\s*([\w\"']+)\s*=\s*-?\d[\d_.]*\s*(#.*)?$")
+
+
+def unsourced_figures(text: str) -> list[str]:
+    """Keys whose number is followed neither by `# source: ...` nor by `# assumed: ...` on its line."""
+    found = (match for match in map(_FIGURE.match, text.splitlines()) if match)
+    return [m[1] for m in found if m[1] != "schema" and not re.search(r"\b(source|assumed)\b", m[2] or "")]

@@ -1,0 +1,97 @@
+"""What a board leaves for the model, and whether a plan stays inside it in every phase."""
+
+from __future__ import annotations
+
+import msgspec
+
+from targets.arena import Arena, check_arena
+from targets.board import MIB, Board
+from targets.errors import BudgetError
+from targets.tensor import human
+
+KINDS = ("anonymous", "file", "shared")
+
+
+class Term(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One summand of a phase. `kind` says how the kernel accounts for it: anonymous, file-backed or shared."""
+
+    name: str
+    kind: str
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"term {self.name!r}: kind must be one of {', '.join(KINDS)}")
+        if self.nbytes < 0:
+            raise ValueError(f"term {self.name!r}: bytes cannot be negative")
+
+
+class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that is in memory at the worst moment of one phase of a bundle's life on the board."""
+
+    name: str
+    terms: tuple[Term, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(term.nbytes for term in self.terms)
+
+    def kind_bytes(self, kind: str) -> int:
+        return sum(term.nbytes for term in self.terms if term.kind == kind)
+
+    def term(self, name: str) -> Term | None:
+        return next((term for term in self.terms if term.name == name), None)
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The certificate: every phase, and where each activation stands in the arena.
+
+    `budget_bytes` is M of the board it was compiled for; `slots` the requests that can be in memory at once.
+    """
+
+    budget_bytes: int
+    slots: int
+    phases: tuple[Phase, ...]
+    arena: Arena
+
+    def phase(self, name: str) -> Phase:
+        for phase in self.phases:
+            if phase.name == name:
+                return phase
+        raise BudgetError(f"the plan has no phase {name!r}", "compile the bundle again")
+
+
+PHASES = ("load", "run")
+NEEDED_TERMS = {"load": ("runtime", "weights"), "run": ("runtime", "weights", "activations", "io_slots")}
+
+
+def budget_bytes(board: Board) -> int:
+    """M: what the service may use on this board. min(85 % of MemTotal, MemTotal - what the OS needs)."""
+    total = board.memory.mem_total_mib * MIB
+    return min(total * 85 // 100, total - board.memory.os_reserve_mib * MIB)
+
+
+def budget_of_machine(mem_total_bytes: int, os_reserve_bytes: int) -> int:
+    """M by the same rule for the machine the agent stands on."""
+    return min(mem_total_bytes * 85 // 100, mem_total_bytes - os_reserve_bytes)
+
+
+def check_plan(plan: MemoryPlan, budget: int) -> None:
+    """Judge a certificate; trusts nothing but the terms. Raises BudgetError at the first that does not hold."""
+    names = tuple(phase.name for phase in plan.phases)
+    if names != PHASES:
+        raise BudgetError(f"the plan has phases {', '.join(names) or 'none'}", f"needed: {', '.join(PHASES)}")
+    for phase in plan.phases:
+        missing = [name for name in NEEDED_TERMS[phase.name] if phase.term(name) is None]
+        if missing:
+            raise BudgetError(f"phase {phase.name}: the plan says nothing of {missing[0]!r}")
+        if phase.total_bytes > budget:
+            raise BudgetError(
+                f"phase {phase.name} needs {human(phase.total_bytes)}, but the budget is {human(budget)}: "
+                + ", ".join(f"{t.name} {human(t.nbytes)}" for t in phase.terms),
+                "quantize further (--scheme int4), use smaller shapes, or choose a larger board",
+            )
+    check_arena(plan.arena)
+    activations = plan.phase("run").term("activations")
+    if activations is None or activations.nbytes < plan.arena.height:
+        raise BudgetError(f"the plan counts less for activations than its arena's {human(plan.arena.height)}")
