@@ -59,6 +59,8 @@ def check_arena(arena: Arena) -> None:
     """Compare every pair of buffers; raises BudgetError naming the first that break the plan."""
     if arena.alignment < 1:
         raise BudgetError(f"the arena's alignment is {arena.alignment}", "it must be at least 1")
+    if arena.height < 0:
+        raise BudgetError(f"the arena's height is {arena.height}", "it cannot be negative")
     for index, a in enumerate(arena.buffers):
         if a.offset < 0 or a.offset % arena.alignment:
             raise BudgetError(f"buffer {a.name!r} stands at {a.offset}, not a multiple of {arena.alignment}")
@@ -67,7 +69,7 @@ def check_arena(arena: Arena) -> None:
         for b in arena.buffers[index + 1 :]:
             apart_in_time = a.upper <= b.lower or b.upper <= a.lower
             apart_in_space = a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
-            if not apart_in_time and not apart_in_space:
+            if not apart_in_time and not apart_in_space and a.nbytes and b.nbytes:
                 raise BudgetError(f"buffers {a.name!r} and {b.name!r} are live together and overlap")
     if arena.lower_bound != lower_bound(arena.buffers):
         raise BudgetError("the arena's stated lower bound is not that of its buffers")

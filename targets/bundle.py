@@ -189,6 +189,7 @@ def check_regular(path: Path, relative: str) -> int:
 
 
 _COPY_AGAIN = "copy the bundle again"
+_READABLE = "the bundle must be readable by the user that the agent runs as"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -197,12 +198,15 @@ def read_manifest(folder: Path) -> Manifest:
         kind = "a file" if folder.exists() else "not there"
         raise BundleError(f"bundle {folder} is {kind}", "a bundle is the folder that tightfit-compile wrote")
     path = folder / MANIFEST
-    if not path.exists():
-        raise BundleError(f"{folder} has no {MANIFEST}", "it is not a bundle, or its copy was cut short")
-    size = check_regular(path, MANIFEST)
-    if size > MAX_MANIFEST_BYTES:
-        raise BundleError(f"{path} has {human(size)}, at most {human(MAX_MANIFEST_BYTES)} are read")
-    return loads(path.read_bytes(), str(path))
+    try:
+        if not path.exists():
+            raise BundleError(f"{folder} has no {MANIFEST}", "it is not a bundle, or its copy was cut short")
+        size = check_regular(path, MANIFEST)
+        if size > MAX_MANIFEST_BYTES:
+            raise BundleError(f"{path} has {human(size)}, at most {human(MAX_MANIFEST_BYTES)} are read")
+        return loads(path.read_bytes(), str(path))
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error.strerror}", _READABLE) from None
 
 
 def verify_files(folder: Path, manifest: Manifest, progress: Callable[[int], None] | None = None) -> None:
@@ -216,15 +220,22 @@ def verify_files(folder: Path, manifest: Manifest, progress: Callable[[int], Non
         if name not in listed:
             raise BundleError(f"the manifest uses {name}, which is not among its files", "do not use this bundle")
     for entry in manifest.files:
-        path = safe_path(folder, entry.path)
-        for parent in path.relative_to(folder).parents:
-            if (folder / parent).is_symlink() and parent != Path():
-                raise BundleError(f"bundle folder {parent} is a link", "a bundle holds plain folders only")
-        size = check_regular(path, entry.path)
-        if size != entry.nbytes:
-            raise BundleError(f"bundle file {entry.path} has {size} bytes instead of {entry.nbytes}", _COPY_AGAIN)
-        if file_sha256(path, progress) != entry.sha256:
-            raise BundleError(f"bundle file {entry.path} was changed: its SHA-256 differs", _COPY_AGAIN)
+        try:
+            _verify_file(folder, entry, progress)
+        except OSError as error:
+            raise BundleError(f"bundle file {entry.path} cannot be read: {error.strerror}", _READABLE) from None
+
+
+def _verify_file(folder: Path, entry: FileEntry, progress: Callable[[int], None] | None) -> None:
+    path = safe_path(folder, entry.path)
+    for parent in path.relative_to(folder).parents:
+        if (folder / parent).is_symlink() and parent != Path():
+            raise BundleError(f"bundle folder {parent} is a link", "a bundle holds plain folders only")
+    size = check_regular(path, entry.path)
+    if size != entry.nbytes:
+        raise BundleError(f"bundle file {entry.path} has {size} bytes instead of {entry.nbytes}", _COPY_AGAIN)
+    if file_sha256(path, progress) != entry.sha256:
+        raise BundleError(f"bundle file {entry.path} was changed: its SHA-256 differs", _COPY_AGAIN)
 
 
 def file_sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
