@@ -1,0 +1,49 @@
+"""Runs a bundle's segments in this process, without the agent: for accuracy tables and as the yardstick of latency."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from targets.bundle import Manifest, read_manifest, verify_files
+
+Array = NDArray[Any]
+
+
+def session_of(path: Path, threads: int, prepack: bool = True) -> ort.InferenceSession:
+    """A session on the CPU."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if not prepack:
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+class BundleRunner:
+    """A bundle that was checked, with every segment loaded."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        self.manifest: Manifest = read_manifest(folder)
+        verify_files(folder, self.manifest)
+        self._steps = [
+            (segment, session_of(folder / segment.file, threads, segment.prepack)) for segment in self.manifest.segments
+        ]
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs of the contract, by name."""
+        values = dict(feeds)
+        for segment, session in self._steps:
+            given = {name: values[name] for name in segment.inputs}
+            values |= dict(zip(segment.outputs, session.run(list(segment.outputs), given), strict=True))
+        return {spec.name: np.asarray(values[spec.name]) for spec in self.manifest.contract.outputs}
+
+
+def bundle_bytes(folder: Path) -> int:
+    """Bytes of all files of a bundle."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
