@@ -48,12 +48,13 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One graph that a runtime loads. `prepack`: whether the runtime may lay the weights out anew."""
+    """One graph that a runtime loads. `settings` are the runtime's own, and part of what the plan rests on."""
 
     file: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     prepack: bool = True
+    settings: dict[str, str] = {}
 
 
 class SampleTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

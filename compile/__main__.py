@@ -1,0 +1,127 @@
+"""tightfit-compile: an ONNX model and a board in, a bundle that provably fits out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from targets.board import load_board
+from targets.bundle import read_manifest, verify_files
+from targets.errors import TightfitError
+from targets.tensor import human
+
+PROGRAM = "tightfit-compile"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+
+
+@app.command("compile")
+def compile_command(
+    model: Annotated[Path, typer.Argument(help="ONNX file; external data beside it is mapped, not read into memory.")],
+    target: Annotated[str, typer.Option(help="Board name (tightfit-targets list) or a board's .toml file.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Bundle to write, by custom NAME.tfb.")],
+    scheme: Annotated[str, typer.Option(help="fp32, int8-dynamic, int8-weights or int4.")] = "fp32",
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="Range of an input's dynamic axes: x=1,3,48,320..1600 (MIN..MAX or MIN..OPT..MAX)."),
+    ] = None,
+    calib: Annotated[Path | None, typer.Option(help="Samples to verify on: .npz, .npy or a folder of them.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="At most so many samples.")] = 8,
+    name: Annotated[str, typer.Option(help="Model name that clients use; by default the file's.")] = "",
+    asset: Annotated[list[Path] | None, typer.Option(help="File to carry in the bundle (labels, alphabet).")] = None,
+    slots: Annotated[int, typer.Option(min=1, max=256, help="Requests that can be in memory at once.")] = 2,
+    max_error: Annotated[float | None, typer.Option(help="Fail when an output's relative L2 error exceeds this.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing bundle of that name.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON, nothing else.")] = False,
+) -> None:
+    """Compile MODEL for a board.
+
+    Examples:
+
+      tightfit-compile rec.onnx --target raspberry-pi-5-4gb --shape x=1,3,48,320..1600 -o rec.tfb
+
+      tightfit-compile llm.onnx --target raspberry-pi-5-4gb --scheme int4 --calib prompts.npz -o llm.tfb
+    """
+    # Imported here so that --help and inspect answer at once.
+    from compile.pipeline import Options, compile_model  # noqa: PLC0415
+    from compile.progress import JsonProgress, TerminalProgress  # noqa: PLC0415
+    from compile.report import print_report  # noqa: PLC0415
+    from compile.shapes import parse_shape  # noqa: PLC0415
+
+    options = Options(
+        scheme=scheme,
+        shapes=tuple(parse_shape(text) for text in shape or ()),
+        calib=calib,
+        samples=samples,
+        assets=tuple(asset or ()),
+        name=name,
+        slots=slots,
+        max_error=max_error,
+        overwrite=overwrite,
+    )
+    board = load_board(target)
+    with JsonProgress() if json_output else TerminalProgress() as progress:
+        manifest = compile_model(model, board, out, options, progress)
+    if json_output:
+        typer.echo((out / "report.json").read_text(), nl=False)
+        return
+    console = Console()
+    print_report(manifest, console)
+    console.print(f"[bold green]wrote[/] {out} ({human(sum(entry.nbytes for entry in manifest.files))})")
+
+
+@app.command("inspect")
+def inspect_command(
+    bundle: Annotated[Path, typer.Argument(help="Bundle to look into.")],
+    json_output: Annotated[bool, typer.Option("--json", help="Print the whole manifest as JSON.")] = False,
+    verify: Annotated[bool, typer.Option(help="Read every file and compare its SHA-256.")] = True,
+) -> None:
+    """Show what a bundle promises, and check that its files are whole.
+
+    Example:
+
+      tightfit-compile inspect rec.tfb
+    """
+    from compile.report import print_report  # noqa: PLC0415
+
+    manifest = read_manifest(bundle)
+    if verify:
+        verify_files(bundle, manifest)
+    if json_output:
+        typer.echo(msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1).decode())
+    else:
+        print_report(manifest, Console())
+
+
+def main() -> None:
+    """Entry point: one clear line and exit code 2 for whatever a person can cause."""
+    arguments = sys.argv[1:]
+    # `tightfit-compile MODEL.onnx ...` is the main job, so it needs no verb.
+    if arguments and arguments[0] not in ("compile", "inspect", "--help", "-h"):
+        arguments = ["compile", *arguments]
+    try:
+        app(args=arguments, prog_name=PROGRAM)
+    except TightfitError as error:
+        fail(str(error))
+    except ModuleNotFoundError as error:
+        fail(f"{error.name} is not installed (pip install 'tightfit[compile,cpu]')")
+    except OSError as error:
+        fail(f"{error.filename or 'file system'}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{PROGRAM}: interrupted, nothing was written\n")
+        sys.exit(130)
+
+
+def fail(message: str) -> None:
+    """Print one line and exit with 2."""
+    sys.stderr.write(f"{PROGRAM}: error: {' '.join(message.split())}\n")
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What the compiler needs of a runtime. Backends are found by name and imported when first asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from compile.errors import OptionError, VerificationError
+from compile.graph import ir
+from compile.quantize.schemes import Scheme
+from targets.bundle import LeftAlone
+
+Tensors = Mapping[str, npt.NDArray[Any]]
+"""Inputs or outputs by name; string tensors are object arrays of `str` or `bytes`."""
+
+# runtime of a board -> module. A runtime that is not listed here cannot be compiled for yet.
+BACKENDS = {"onnxruntime": "compile.backends.ort"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """What lowering did to the graph it was given (in place)."""
+
+    quantized: dict[str, int]
+    left: tuple[LeftAlone, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One kernel as it ran: tensors it read and wrote, bytes of each output, bytes the allocator gave it.
+
+    `scope` is empty for the main graph, else names the enclosing control-flow node's subgraph.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    output_nbytes: tuple[int, ...]
+    allocated: int
+    in_subgraph: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """One observed run: its kernels in order, and bytes of each graph output."""
+
+    steps: tuple[Step, ...]
+    output_nbytes: dict[str, int]
+    weights_in_arena: int
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFootprint:
+    """Bytes of weights once a runtime has loaded them: copied to the heap, and left in the mapped file.
+
+    `session` is what the runtime keeps of the graph itself: nodes, kernels, their bookkeeping.
+    """
+
+    heap: int
+    mapped: int
+    session: int
+
+
+class Model(Protocol):
+    """A loaded model."""
+
+    def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
+        """Outputs by name; raises VerificationError with the runtime's reason."""
+
+
+class Backend(Protocol):
+    """One runtime, as a module."""
+
+    def lower(self, model: ir.Model, scheme: Scheme) -> Lowered:
+        """Rewrite the graph, in place, into what this runtime executes best under the scheme."""
+
+    def session_settings(self, scheme: Scheme) -> dict[str, str]:
+        """Settings a segment must be loaded with; they go into the bundle, so that the agent uses the same."""
+
+    def load(self, path: Path, settings: Mapping[str, str]) -> Model:
+        """Load a model file; raises VerificationError with the runtime's reason."""
+
+    def observe(self, path: Path, settings: Mapping[str, str], inputs: Tensors) -> Trace:
+        """Run once in a process of its own and say what each kernel allocated."""
+
+    def runs_within(self, path: Path, settings: Mapping[str, str], inputs: Tensors, arena: int, trace: Trace) -> bool:
+        """Whether one run in a process of its own ends inside an arena of that many bytes."""
+
+    def weight_footprint(self, model: ir.Model) -> WeightFootprint:
+        """Where the runtime will keep the weights of a lowered graph once it has loaded it."""
+
+    def version(self) -> str:
+        """Version of the runtime."""
+
+
+def backend(runtime: str) -> Backend:
+    """The backend of that name; OptionError when there is none or its library is not installed."""
+    if runtime not in BACKENDS:
+        raise OptionError(
+            f"this version has no compiler backend for {runtime}",
+            f"choose a board whose runtime is {' or '.join(BACKENDS)} (tightfit-targets list)",
+        )
+    try:
+        return cast(Backend, importlib.import_module(BACKENDS[runtime]))
+    except ModuleNotFoundError as error:
+        raise OptionError(f"{runtime} is not installed ({error})", "pip install 'tightfit[compile,cpu]'") from None
+
+
+def one_line(error: Exception) -> str:
+    """A runtime's message without its prefixes of codes and source lines, cut to a readable length."""
+    text = " ".join(str(error).split())
+    for mark in ("Status Message: ", "[ONNXRuntimeError] : "):
+        if mark in text:
+            text = text.split(mark, 1)[1]
+    return text[:300]
+
+
+__all__ = ["Backend", "Lowered", "Model", "Step", "Tensors", "Trace", "VerificationError", "backend", "np", "one_line"]

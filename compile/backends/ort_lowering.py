@@ -1,0 +1,311 @@
+"""Lowering for onnxruntime on a CPU: quantized operators in the form its kernels are fastest with.
+
+    MatMul, Gemm     com.microsoft MatMulNBits (weights in blocks), or DynamicQuantizeMatMul (INT8 both sides)
+    Gather (table)   com.microsoft GatherBlockQuantized
+    Conv             DequantizeLinear of INT8 weights, then the float Conv
+
+Every operator with weights is either rewritten and counted, or left and counted with the reason.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from compile.backends.base import Lowered
+from compile.graph import constant, ir, nodes_of
+from compile.passes.base import run_passes
+from compile.passes.normalize import LiftOpset
+from compile.quantize.blockwise import BlockFormat, Once, quantize_matrix
+from compile.quantize.per_channel import quantize_channels
+from compile.quantize.schemes import Scheme
+from targets.bundle import LeftAlone
+
+CONTRIB = "com.microsoft"
+# Tables and matrices below this many elements save nothing: scales and a kernel call cost more.
+MIN_ELEMENTS = 1024
+# DequantizeLinear has had an axis since opset 13.
+CONV_OPSET = 13
+STORAGE = "tightfit.storage"
+"""Metadata key of a tensor: tensors with equal values here have equal bytes and are stored once."""
+
+_MATMUL_OPS = ("MatMul", "Gemm")
+_TOO_SMALL = f"fewer than {MIN_ELEMENTS} weights"
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A constant matrix as an operator uses it: rows [N, K] when `transposed`, else [K, N]."""
+
+    value: ir.Value
+    tensor: ir.TensorProtocol
+    transposed: bool
+
+    @property
+    def n(self) -> int:
+        return int(self.tensor.shape[0 if self.transposed else 1])
+
+    @property
+    def k(self) -> int:
+        return int(self.tensor.shape[1 if self.transposed else 0])
+
+    @property
+    def key(self) -> str:
+        return f"{self.value.name}{'.T' if self.transposed else ''}"
+
+
+class _Leave(Exception):  # noqa: N818 - not an error: the reason why an operator stays as it is
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+def lower(model: ir.Model, scheme: Scheme) -> Lowered:
+    """Rewrite the graph in place; returns what was quantized and what was left, with reasons."""
+    if scheme.conv_bits and any(node.op_type == "Conv" for node in nodes_of(model)):
+        run_passes(model, [LiftOpset(CONV_OPSET)])
+    rewriter = _Rewriter(model, scheme)
+    for node in list(nodes_of(model)):
+        rewriter.visit(node)
+    if rewriter.quantized:
+        model.graph.opset_imports.setdefault(CONTRIB, 1)
+    return Lowered(dict(sorted(rewriter.quantized.items())), rewriter.left_summary())
+
+
+class _Rewriter:
+    def __init__(self, model: ir.Model, scheme: Scheme) -> None:
+        self.model = model
+        self.scheme = scheme
+        self.quantized: collections.Counter[str] = collections.Counter()
+        self.left: dict[tuple[str, str], list[int]] = {}
+        self._made: dict[str, ir.Value] = {}
+        self._blocks: dict[str, Once] = {}
+
+    def visit(self, node: ir.Node) -> None:
+        weights = sum(t.nbytes for t in map(constant, node.inputs) if t is not None and t.size >= MIN_ELEMENTS)
+        handler = self._handlers().get(node.op_type) if node.domain in ("", "ai.onnx") else None
+        try:
+            if handler is None or (not weights and node.op_type not in _MATMUL_OPS):
+                if weights and node.op_type not in ("Reshape", "Identity", "Transpose"):
+                    raise _Leave("no quantized kernel for this operator")
+                return
+            handler(node)
+        except _Leave as leave:
+            self.left.setdefault((node.op_type, leave.reason), []).append(weights)
+        else:
+            self.quantized[node.op_type] += 1
+
+    def _handlers(self) -> dict[str, Callable[[ir.Node], None]]:
+        return {"MatMul": self._matmul, "Gemm": self._gemm, "Gather": self._gather, "Conv": self._conv}
+
+    def left_summary(self) -> tuple[LeftAlone, ...]:
+        rows = sorted(self.left.items())
+        return tuple(LeftAlone(op, len(sizes), sum(sizes), reason) for (op, reason), sizes in rows)
+
+    # -- operators ---------------------------------------------------------------------------------------
+
+    def _matmul(self, node: ir.Node) -> None:
+        weight = self._matrix(node.inputs[1], transposed=False)
+        data = node.inputs[0]
+        if data is None:
+            raise _Leave("no data input")
+        self._replace(node, self._multiply(node, data, weight, bias=None))
+
+    def _gemm(self, node: ir.Node) -> None:
+        if _attribute(node, "transA", 0) or _attribute(node, "alpha", 1.0) != 1 or _attribute(node, "beta", 1.0) != 1:
+            raise _Leave("Gemm with transA, alpha or beta")
+        weight = self._matrix(node.inputs[1], transposed=bool(_attribute(node, "transB", 0)))
+        data, bias = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
+        if data is None:
+            raise _Leave("no data input")
+        tensor = constant(bias)
+        if bias is None or (tensor is not None and tuple(tensor.shape) == (weight.n,)):
+            self._replace(node, self._multiply(node, data, weight, bias))
+            return
+        product = self._multiply(node, data, weight, None)
+        self._replace(node, product, ir.node("Add", [product.outputs[0], bias], name=f"{node.name}.bias"))
+
+    def _gather(self, node: ir.Node) -> None:
+        form = self._block_format("tables need a block scheme")
+        table = node.inputs[0]
+        tensor = constant(table)
+        if table is None or tensor is None:
+            raise _Leave("the table is computed")
+        self._require_float(tensor)
+        if len(tensor.shape) != 2 or _attribute(node, "axis", 0) != 0:
+            raise _Leave("not a table of rows")
+        weight = Weight(table, tensor, transposed=True)
+        if weight.k % form.block:
+            raise _Leave(f"rows of {weight.k} are no multiple of the block of {form.block}")
+        codes, scales, zeros = self._block_weight(weight, form, flat=True)
+        inputs = [codes, node.inputs[1], scales, *([zeros] if zeros else [])]
+        attributes = {"bits": form.bits, "block_size": form.block, "gather_axis": 0, "quantize_axis": 1}
+        self._replace(
+            node, ir.node("GatherBlockQuantized", inputs, attributes, domain=CONTRIB, name=f"{node.name}.quantized")
+        )
+
+    def _conv(self, node: ir.Node) -> None:
+        if not self.scheme.conv_bits:
+            raise _Leave(
+                "the scheme leaves weights alone"
+                if not self.scheme.dynamic
+                else "dynamic INT8 convolution is slower than float32 on onnxruntime"
+            )
+        kernel = node.inputs[1]
+        tensor = constant(kernel)
+        if kernel is None or tensor is None:
+            raise _Leave("the kernel is computed")
+        self._require_float(tensor)
+        name = kernel.name or ""
+        codes = self._lazy(f"{name}.int8", ir.DataType.INT8, tuple(tensor.shape), _channel_codes(tensor, name, 0))
+        scales = self._lazy(
+            f"{name}.scale", ir.DataType.FLOAT, (int(tensor.shape[0]),), _channel_scales(tensor, name, 0)
+        )
+        restore = ir.node("DequantizeLinear", [codes, scales], {"axis": 0}, name=f"{node.name}.weight")
+        restore.outputs[0].name = f"{node.name}.weight"
+        node.graph.insert_before(node, restore) if node.graph is not None else None
+        node.replace_input_with(1, restore.outputs[0])
+
+    # -- matrices ----------------------------------------------------------------------------------------
+
+    def _multiply(self, node: ir.Node, data: ir.Value, weight: Weight, bias: ir.Value | None) -> ir.Node:
+        if self.scheme.dynamic:
+            return self._multiply_dynamic(node, data, weight, bias)
+        form = self._block_format("the scheme leaves weights alone")
+        codes, scales, zeros = self._block_weight(weight, form, flat=False)
+        attributes = {
+            "K": weight.k, "N": weight.n, "bits": form.bits, "block_size": form.block,
+            "accuracy_level": 4,  # INT8 activations inside the kernel: the fast path, 5x one-row float32
+        }  # fmt: skip
+        inputs = [data, codes, scales, zeros, None, bias]
+        while inputs[-1] is None:
+            inputs.pop()
+        return ir.node("MatMulNBits", inputs, attributes, domain=CONTRIB, name=f"{node.name}.quantized")
+
+    def _multiply_dynamic(self, node: ir.Node, data: ir.Value, weight: Weight, bias: ir.Value | None) -> ir.Node:
+        tensor, name = weight.tensor, weight.value.name or ""
+        axis = 0 if weight.transposed else 1
+        codes = self._lazy(
+            f"{weight.key}.int8",
+            ir.DataType.INT8,
+            (weight.k, weight.n),
+            _channel_codes(tensor, name, axis, transpose=weight.transposed),
+        )
+        scales = self._lazy(f"{weight.key}.scale", ir.DataType.FLOAT, (weight.n,), _channel_scales(tensor, name, axis))
+        inputs = [data, codes, scales, *([None, bias] if bias else [])]
+        return ir.node("DynamicQuantizeMatMul", inputs, domain=CONTRIB, name=f"{node.name}.quantized")
+
+    def _matrix(self, value: ir.Value | None, transposed: bool) -> Weight:
+        """The constant matrix behind an input, looking through a Transpose; raises _Leave when there is none."""
+        if not self.scheme.matmul_bits and not self.scheme.dynamic:
+            raise _Leave("the scheme leaves weights alone")
+        producer = value.producer() if value is not None else None
+        if producer is not None and producer.op_type == "Transpose" and constant(producer.inputs[0]) is not None:
+            value, transposed = producer.inputs[0], not transposed
+        tensor = constant(value)
+        if value is None or tensor is None:
+            raise _Leave("both sides are computed")
+        self._require_float(tensor)
+        if len(tensor.shape) != 2:
+            raise _Leave(f"weight with {len(tensor.shape)} dimensions")
+        return Weight(value, tensor, transposed)
+
+    def _require_float(self, tensor: ir.TensorProtocol) -> None:
+        if tensor.dtype != ir.DataType.FLOAT:
+            raise _Leave(f"weight is {tensor.dtype.name}, not FLOAT")
+        if tensor.size < MIN_ELEMENTS:
+            raise _Leave(_TOO_SMALL)
+
+    def _block_format(self, otherwise: str) -> BlockFormat:
+        if not self.scheme.matmul_bits:
+            raise _Leave(otherwise)
+        return BlockFormat(self.scheme.matmul_bits, self.scheme.block, self.scheme.zero_point)
+
+    # -- tensors that are computed when they are written ----------------------------------------------------
+
+    def _block_weight(
+        self, weight: Weight, form: BlockFormat, flat: bool
+    ) -> tuple[ir.Value, ir.Value, ir.Value | None]:
+        """Codes, scales and zero points; `flat` gives Gather's two-dimensional view of the same bytes."""
+        n, k, key, name = weight.n, weight.k, weight.key, weight.value.name or ""
+        tensor, transposed = weight.tensor, weight.transposed
+        shared = self._blocks.setdefault(
+            key,
+            Once(lambda: quantize_matrix(name, tensor.numpy(), transposed, form), 3 if form.zero_point else 2),
+        )
+        code_shape: tuple[int, ...] = form.code_shape(n, k)
+        suffix = ".table" if flat else ""
+        if flat:
+            code_shape = (n, code_shape[1] * code_shape[2])
+        codes = self._lazy(
+            f"{key}.q{form.bits}{suffix}",
+            ir.DataType.UINT8,
+            code_shape,
+            lambda: shared.get().codes.reshape(code_shape),
+            f"{key}.codes",
+        )
+        scales = self._lazy(
+            f"{key}.scale",
+            ir.DataType.FLOAT,
+            (n, form.blocks(k)),
+            lambda: shared.get().scales,
+            f"{key}.scales",
+        )
+        if not form.zero_point:
+            return codes, scales, None
+        zeros = self._lazy(
+            f"{key}.zero",
+            ir.DataType.UINT8,
+            form.zero_point_shape(n, k),
+            lambda: shared.get().zero_points,
+            f"{key}.zeros",
+        )
+        return codes, scales, zeros
+
+    def _lazy(
+        self, name: str, dtype: ir.DataType, shape: tuple[int, ...], compute: Callable[[], Any], storage: str = ""
+    ) -> ir.Value:
+        """An initializer of the main graph whose bytes are computed when they are written; made once per name."""
+        if name in self._made:
+            return self._made[name]
+        tensor = ir.LazyTensor(
+            lambda: ir.tensor(np.ascontiguousarray(compute()), dtype=dtype, name=name),
+            dtype=dtype,
+            shape=ir.Shape(shape),
+            name=name,
+            metadata_props={STORAGE: storage} if storage else None,
+        )
+        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=tensor)
+        self.model.graph.register_initializer(value)
+        self._made[name] = value
+        return value
+
+    def _replace(self, node: ir.Node, *new: ir.Node) -> None:
+        """Put `new` in the place of `node`; the last one's result takes over its name, type and uses."""
+        old, result = node.outputs[0], new[-1].outputs[0]
+        for step in new[:-1]:
+            step.outputs[0].name = f"{step.name}.out"
+        result.name, result.type, result.shape = old.name, old.type, old.shape
+        graph = node.graph
+        assert graph is not None
+        ir.convenience.replace_nodes_and_values(graph, node, [node], list(new), [old], [result])
+
+
+def _channel_codes(tensor: ir.TensorProtocol, name: str, axis: int, transpose: bool = False) -> Callable[[], Any]:
+    def compute() -> Any:
+        codes = quantize_channels(name, tensor.numpy(), axis)[0]
+        return codes.T if transpose else codes
+
+    return compute
+
+
+def _channel_scales(tensor: ir.TensorProtocol, name: str, axis: int) -> Callable[[], Any]:
+    return lambda: quantize_channels(name, tensor.numpy(), axis)[1]
+
+
+def _attribute(node: ir.Node, name: str, default: float) -> float:
+    attribute = node.attributes.get(name)
+    return default if attribute is None else attribute.value  # type: ignore[no-any-return]

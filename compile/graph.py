@@ -1,0 +1,221 @@
+"""The model in memory, over onnx-ir: weights stay where they are, mapped, and are looked at only when needed.
+
+Nothing else in the compiler imports onnx or onnx_ir; `ir` is re-exported from here.
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import onnx_ir as ir
+from google.protobuf.message import DecodeError
+
+from compile.errors import ModelError
+from targets.tensor import DType, human
+
+__all__ = ["DTYPES", "constant", "contract_dtype", "ir", "load_model", "nodes_of", "weight_nbytes"]
+
+# onnx-ir reports every recovered oddity of a model as a warning; what matters is an error of ours.
+logging.getLogger("onnx_ir").setLevel(logging.ERROR)
+
+# Protobuf cannot hold more in one message, so a larger file is not an ONNX model with inline weights.
+MAX_PROTO_BYTES = (1 << 31) - 1
+
+# First bytes of files that people take for ONNX models: (offset, bytes, what it is, what to do).
+_NOT_ONNX: tuple[tuple[int, bytes, str, str], ...] = (
+    (0, b"version https://git-lfs", "a git-lfs pointer, not the model", "run `git lfs pull` where it came from"),
+    (0, b"PK\x03\x04", "a zip archive (a PyTorch checkpoint or a tf2onnx large model)", "export or unpack it first"),
+    (4, b"TFL3", "a TensorFlow Lite model", "convert it with tf2onnx"),
+    (4, b"ORTM", "an onnxruntime .ort file", "compile from the ONNX model it was made of"),
+    (0, b"GGUF", "a GGUF file", "export the model to ONNX"),
+    (0, b"\x89HDF", "an HDF5 file (Keras)", "convert it with tf2onnx"),
+    (0, b"\x80", "a Python pickle (a PyTorch checkpoint)", "export it with torch.onnx.export"),
+    (0, b"<", "a web page or XML, perhaps a failed download", "download the model again"),
+    (0, b"{", "JSON (a .json export, or a safetensors header)", "compile needs the binary .onnx file"),
+)
+
+DTYPES: dict[ir.DataType, DType] = {
+    ir.DataType.BOOL: DType.BOOL,
+    ir.DataType.UINT4: DType.UINT4,
+    ir.DataType.INT4: DType.INT4,
+    ir.DataType.UINT8: DType.UINT8,
+    ir.DataType.INT8: DType.INT8,
+    ir.DataType.UINT16: DType.UINT16,
+    ir.DataType.INT16: DType.INT16,
+    ir.DataType.UINT32: DType.UINT32,
+    ir.DataType.INT32: DType.INT32,
+    ir.DataType.UINT64: DType.UINT64,
+    ir.DataType.INT64: DType.INT64,
+    ir.DataType.FLOAT8E4M3FN: DType.FLOAT8E4M3,
+    ir.DataType.FLOAT16: DType.FLOAT16,
+    ir.DataType.BFLOAT16: DType.BFLOAT16,
+    ir.DataType.FLOAT: DType.FLOAT32,
+    ir.DataType.DOUBLE: DType.FLOAT64,
+    ir.DataType.STRING: DType.STRING,
+}
+
+
+def load_model(path: Path) -> ir.Model:
+    """Read an ONNX file; its external data is checked and mapped, not read.
+
+    Raises ModelError for anything that is not a complete, safe ONNX model.
+    """
+    _check_file(path)
+    try:
+        model = ir.load(path)
+    except (DecodeError, ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"{path} is not a valid ONNX model: {reason}", "check it with `onnx.checker`") from None
+    if not len(model.graph) and not model.graph.outputs:
+        raise ModelError(f"{path} holds no graph", "it is empty, or not an ONNX model")
+    if not model.graph.outputs:
+        raise ModelError(f"{path}: the graph has no outputs", "export the model again")
+    _check_external_data(model, path)
+    return model
+
+
+def _check_file(path: Path) -> None:
+    if path.is_dir():
+        found = sorted(p.name for p in path.glob("*.onnx"))
+        raise ModelError(f"{path} is a folder", f"name the model file: {', '.join(found) or 'no .onnx file in it'}")
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}", "check the name and the permissions") from None
+    if not size:
+        raise ModelError(f"{path} is empty", "download or export it again")
+    for offset, magic, what, hint in _NOT_ONNX:
+        if head[offset:].startswith(magic):
+            raise ModelError(f"{path} is {what}", hint)
+    if size > MAX_PROTO_BYTES:
+        raise ModelError(f"{path} has {human(size)}; protobuf ends at 2 GiB", "save its weights as external data")
+
+
+def _check_external_data(model: ir.Model, path: Path) -> None:
+    """Every location is a plain file below the model's folder, holds the whole tensor, and none overlap.
+
+    A crafted location can read any file of the host (CVE-2024-27318, CVE-2025-51480), so this comes before
+    the first byte is mapped.
+    """
+    folder = path.parent.resolve()
+    ranges: dict[Path, set[tuple[int, int, str]]] = {}
+    for tensor in _tensors(model):
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        file = _external_file(folder, str(tensor.location), tensor.name or "?", path)
+        offset, length = tensor.offset or 0, tensor.length or tensor.nbytes
+        if length != tensor.nbytes:
+            raise ModelError(
+                f"{path}: tensor {tensor.name!r} needs {tensor.nbytes} bytes, its external data says {length}",
+                "export the model again",
+            )
+        size = file.stat().st_size
+        if offset < 0 or offset + length > size:
+            raise ModelError(
+                f"{path}: tensor {tensor.name!r} ends at byte {offset + length} of {file.name}, which has {size}",
+                "the weight file is cut short; copy it again",
+            )
+        ranges.setdefault(file, set()).add((offset, offset + length, tensor.name or "?"))
+    for file, spans in ranges.items():
+        _check_overlap(file, sorted(spans), path)
+
+
+def _external_file(folder: Path, location: str, name: str, model: Path) -> Path:
+    parts = PurePosixPath(location)
+    if not location or parts.is_absolute() or ".." in parts.parts or "\\" in location or "\0" in location:
+        raise ModelError(
+            f"{model}: tensor {name!r} points outside the model's folder: {location!r}",
+            "weights must stand beside the model; do not trust this file",
+        )
+    file = folder / parts
+    for step in (file, *file.parents):
+        if step == folder:
+            break
+        if step.is_symlink():
+            raise ModelError(f"{model}: weight file {location} is reached through a link", "copy the file instead")
+    try:
+        info = file.lstat()
+    except OSError:
+        listed = ", ".join(sorted(p.name for p in folder.iterdir())[:10])
+        raise ModelError(
+            f"{model}: weight file {location} is missing", f"it belongs beside the model; there: {listed}"
+        ) from None
+    if not stat.S_ISREG(info.st_mode):
+        raise ModelError(f"{model}: weight file {location} is not a plain file", "copy it again")
+    if info.st_nlink > 1:
+        raise ModelError(f"{model}: weight file {location} has a second hard link", "copy the file instead of linking it")
+    with file.open("rb") as opened:
+        if opened.read(23) == b"version https://git-lfs":
+            raise ModelError(f"{model}: weight file {location} is a git-lfs pointer", "run `git lfs pull`")
+    return file
+
+
+def _check_overlap(file: Path, spans: list[tuple[int, int, str]], model: Path) -> None:
+    """Equal ranges are sharing; ranges that only touch a part of each other are a mistake or an attack."""
+    for (start, end, name), (next_start, next_end, other) in zip(spans, spans[1:], strict=False):
+        if next_start < end and (start, end) != (next_start, next_end):
+            raise ModelError(f"{model}: tensors {name!r} and {other!r} overlap in {file.name}", "export the model again")
+
+
+def _graphs(model: ir.Model) -> Iterator[ir.Graph | ir.Function]:
+    """The main graph, every subgraph below it, and the same of every function."""
+    for top in (model.graph, *model.functions.values()):
+        yield top
+        for node in ir.traversal.RecursiveGraphIterator(top):
+            for attribute in node.attributes.values():
+                if attribute.type == ir.AttributeType.GRAPH:
+                    yield attribute.as_graph()
+                elif attribute.type == ir.AttributeType.GRAPHS:
+                    yield from attribute.as_graphs()
+
+
+def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """Every tensor of the model: initializers and tensor attributes, in all graphs."""
+    for graph in _graphs(model):
+        if isinstance(graph, ir.Graph):
+            for value in graph.initializers.values():
+                if value.const_value is not None:
+                    yield value.const_value
+        for node in graph:
+            for attribute in node.attributes.values():
+                if attribute.type == ir.AttributeType.TENSOR:
+                    yield attribute.as_tensor()
+                elif attribute.type == ir.AttributeType.TENSORS:
+                    yield from attribute.as_tensors()
+
+
+def nodes_of(model: ir.Model) -> Iterator[ir.Node]:
+    """Every node, subgraphs included, functions not."""
+    yield from ir.traversal.RecursiveGraphIterator(model.graph)
+
+
+def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor of a value that never changes: an initializer that the caller cannot override."""
+    if value is None or value.const_value is None or value.is_graph_input():
+        return None
+    return value.const_value
+
+
+def weight_nbytes(model: ir.Model) -> int:
+    """Bytes of all distinct weights, wherever they stand: initializers and Constant nodes alike."""
+    distinct: dict[object, int] = {}
+    for tensor in _tensors(model):
+        key: object = id(tensor)
+        if isinstance(tensor, ir.ExternalTensor):
+            key = (str(tensor.location), tensor.offset, tensor.length)
+        distinct[key] = tensor.nbytes
+    return sum(distinct.values())
+
+
+def contract_dtype(value: ir.Value) -> DType:
+    """Element type of a graph input or output; ModelError for sequences, optionals and unknown types."""
+    if not isinstance(value.type, ir.TensorType) or value.dtype not in DTYPES:
+        raise ModelError(
+            f"{value.name!r} is {value.type or 'of unknown type'}", "inputs and outputs of a bundle are dense tensors"
+        )
+    return DTYPES[value.dtype]

@@ -1,0 +1,110 @@
+"""Passes that bring every exporter's graph into one form."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import onnx_ir.passes.common as common
+from onnx_ir.passes import PassError, Sequential
+from onnxscript.version_converter import ConvertVersionPass
+
+from compile.errors import ModelError
+from compile.graph import ir
+from compile.passes.base import Pass
+
+
+@dataclasses.dataclass(frozen=True)
+class InlineFunctions(Pass):
+    """Replace calls of model-local functions by their bodies."""
+
+    ensures: ClassVar = ("no_functions",)
+
+    def apply(self, model: ir.Model) -> None:
+        Sequential(common.InlinePass(), common.RemoveUnusedFunctionsPass())(model)
+
+
+@dataclasses.dataclass(frozen=True)
+class LiftConstants(Pass):
+    """Make Constant nodes initializers, of every size: some exporters keep all their weights in them."""
+
+    requires: ClassVar = ("no_functions",)
+    ensures: ClassVar = ("no_constant_nodes",)
+
+    def apply(self, model: ir.Model) -> None:
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        # IR versions below 4 list weights among the inputs, where a caller could override them.
+        common.RemoveInitializersFromInputsPass()(model)
+
+
+@dataclasses.dataclass(frozen=True)
+class InferShapes(Pass):
+    """ONNX shape inference; large weights are kept out, since over 2 GB it returns an empty graph.
+
+    Shapes that name dimensions are inferred anew: the exporter's names are older than the ranges bound since.
+    """
+
+    def apply(self, model: ir.Model) -> None:
+        stale = {
+            value: value.shape
+            for node in model.graph
+            for value in node.outputs
+            if value.shape is not None and not value.shape.is_static()
+        }
+        for value in stale:
+            value.shape = None
+        common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+        for value, shape in stale.items():
+            if value.shape is None:
+                value.shape = shape
+
+
+@dataclasses.dataclass(frozen=True)
+class LiftOpset(Pass):
+    """Raise the ONNX opset to at least `minimum`, where a lowering needs an operator's newer form."""
+
+    minimum: int
+
+    def apply(self, model: ir.Model) -> None:
+        have = model.graph.opset_imports.get("")
+        if have is None or have >= self.minimum:
+            return
+        try:
+            ConvertVersionPass(target_version=self.minimum, fallback=True)(model)
+        except (PassError, RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ModelError(f"cannot raise opset {have} to {self.minimum}: {reason}", "use --scheme fp32") from None
+        model.opset_imports.update(model.graph.opset_imports)
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoveDeadCode(Pass):
+    """Drop Identity nodes, nodes whose results nobody reads, unused weights and unused opset imports."""
+
+    def apply(self, model: ir.Model) -> None:
+        Sequential(
+            common.IdentityEliminationPass(), common.RemoveUnusedNodesPass(), common.RemoveUnusedOpsetsPass()
+        )(model)
+
+
+@dataclasses.dataclass(frozen=True)
+class FixNames(Pass):
+    """Give every node and value a name of its own; inputs and outputs keep theirs."""
+
+    ensures: ClassVar = ("unique_names",)
+
+    def apply(self, model: ir.Model) -> None:
+        common.NameFixPass()(model)
+
+
+@dataclasses.dataclass(frozen=True)
+class SortNodes(Pass):
+    """Order nodes so that each stands behind what it reads."""
+
+    ensures: ClassVar = ("sorted",)
+
+    def apply(self, model: ir.Model) -> None:
+        try:
+            common.TopologicalSortPass()(model)
+        except (PassError, ValueError) as error:
+            raise ModelError(f"the graph has a cycle: {error}", "export the model again") from None

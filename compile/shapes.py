@@ -1,0 +1,169 @@
+"""Ranges for the dynamic dimensions of a model: `--shape x=1..8,3,48,320..1600`."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+
+from compile.errors import ModelError, OptionError
+from compile.graph import contract_dtype, ir
+from targets.errors import did_you_mean
+from targets.tensor import Contract, DimRange, DType, TensorSpec, nbytes
+
+_DIM = re.compile(r"(\d+)(?:\.\.(\d+)(?:\.\.(\d+))?)?")
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_EXAMPLE = "write NAME=DIM,DIM,... with DIM a size, MIN..MAX or MIN..OPT..MAX, as in x=1..8,3,48,320..1600"
+
+ShapeRequest = tuple[str, tuple[DimRange, ...]]
+"""An input name (or a pattern such as `past.*`) and the range of each of its axes."""
+
+
+def parse_shape(text: str) -> ShapeRequest:
+    """Read one `--shape` option; raises OptionError that shows the grammar."""
+    name, equals, dims = text.rpartition("=")
+    if not equals or not name:
+        raise OptionError(f"--shape {text!r} names no input", _EXAMPLE)
+    return name, tuple(_parse_dim(dim.strip(), text) for dim in dims.split(",") if dims.strip())
+
+
+def _parse_dim(dim: str, text: str) -> DimRange:
+    match = _DIM.fullmatch(dim)
+    if not match:
+        raise OptionError(f"--shape {text!r}: {dim!r} is not a dimension", _EXAMPLE)
+    first, second, third = match.groups()
+    low, high = int(first), int(third or second or first)
+    opt = int(second) if third else high
+    if not low <= opt <= high:
+        raise OptionError(f"--shape {text!r}: {dim!r} does not rise from MIN to MAX", _EXAMPLE)
+    return DimRange(low, opt, high)
+
+
+def bind_shapes(model: ir.Model, requests: Sequence[ShapeRequest]) -> dict[str, DimRange]:
+    """Give every dynamic input dimension a size or a named range, in place; returns the ranges.
+
+    A symbol that several inputs share is bound once, for all of them. A range of one size becomes that size.
+    Raises OptionError when a request fits no input or contradicts the model, and when dimensions stay open.
+    """
+    inputs = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
+    names = [value.name or "" for value in inputs]
+    symbols: dict[str, DimRange] = {}
+    for pattern, ranges in requests:
+        matched = [v for v in inputs if v.name == pattern] or [
+            v for v in inputs if fnmatch.fnmatchcase(v.name or "", pattern)
+        ]
+        if not matched:
+            raise OptionError(f"--shape: no input {pattern!r}", did_you_mean(pattern, names))
+        for value in matched:
+            _bind_one(value, ranges, symbols)
+    _require_bound(inputs, symbols)
+    renamed = {s: s if _IDENTIFIER.fullmatch(s) else _axis_name(inputs, s) for s in symbols}
+    for value in inputs:
+        value.shape = ir.Shape([_bound(d, symbols, renamed) for d in _dims(value)])
+    return {renamed[s]: r for s, r in symbols.items() if r.min != r.max}
+
+
+def _dims(value: ir.Value) -> list[int | str]:
+    """Axes of an input: sizes, or symbols; an unnamed axis is its own symbol."""
+    if value.shape is None:
+        raise ModelError(f"input {value.name!r} has no rank", "export the model with shapes")
+    return [
+        dim if isinstance(dim, int) else (dim.value or f"{value.name}.{axis}") for axis, dim in enumerate(value.shape)
+    ]
+
+
+def _bind_one(value: ir.Value, ranges: tuple[DimRange, ...], symbols: dict[str, DimRange]) -> None:
+    dims = _dims(value)
+    shown = f"{value.name}[{','.join(map(str, dims))}]"
+    if len(dims) != len(ranges):
+        raise OptionError(f"--shape gives {len(ranges)} dimensions for {shown}, which has {len(dims)}")
+    for axis, (dim, wanted) in enumerate(zip(dims, ranges, strict=True)):
+        if isinstance(dim, int):
+            if (wanted.min, wanted.max) != (dim, dim):
+                raise OptionError(f"--shape gives {wanted} for axis {axis} of {shown}, which is always {dim}")
+        elif symbols.setdefault(dim, wanted) != wanted:
+            raise OptionError(f"--shape binds dimension {dim!r} twice: {symbols[dim]} and {wanted}")
+
+
+def _require_bound(inputs: list[ir.Value], symbols: Mapping[str, DimRange]) -> None:
+    missing: list[str] = []
+    bound = set(symbols)
+    for value in inputs:
+        dims = _dims(value)
+        if any(isinstance(d, str) and d not in bound for d in dims):
+            bound.update(d for d in dims if isinstance(d, str))
+            missing.append(f"--shape '{value.name}={','.join(str(d) if isinstance(d, int) else '?' for d in dims)}'")
+    if missing:
+        raise OptionError(
+            f"the model has dynamic dimensions without a range; say {' '.join(missing)}",
+            "each ? is a size, MIN..MAX or MIN..OPT..MAX",
+        )
+
+
+def _axis_name(inputs: list[ir.Value], symbol: str) -> str:
+    """A readable name for an exporter's `DynamicDimension.0`: the first input that has it, and the axis."""
+    for value in inputs:
+        for axis, dim in enumerate(_dims(value)):
+            if dim == symbol:
+                return re.sub(r"\W", "_", f"{value.name}_{axis}")
+    raise AssertionError(f"symbol {symbol!r} belongs to no input")
+
+
+def _bound(dim: int | str, symbols: Mapping[str, DimRange], renamed: Mapping[str, str]) -> int | str:
+    if isinstance(dim, int):
+        return dim
+    wanted = symbols[dim]
+    return wanted.max if wanted.min == wanted.max else renamed[dim]
+
+
+def sizes_at(dims: Mapping[str, DimRange], corner: str) -> dict[str, int]:
+    """Every named dimension at its `min`, `opt` or `max`."""
+    return {name: int(getattr(wanted, corner)) for name, wanted in dims.items()}
+
+
+def input_shapes(model: ir.Model, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Shape of every input once the named dimensions have these sizes."""
+    return {
+        value.name or "": tuple(d if isinstance(d, int) else sizes[d] for d in _dims(value))
+        for value in model.graph.inputs
+        if value.name not in model.graph.initializers
+    }
+
+
+# A string has no bound of its own; this is what the agent reserves for each element of a string input.
+STRING_RESERVE_BYTES = 4096
+
+
+def build_contract(model: ir.Model, dims: dict[str, DimRange], output_nbytes: Mapping[str, int]) -> Contract:
+    """The I/O contract; `output_nbytes` is what each output took at the upper ends of all ranges."""
+    shapes = input_shapes(model, sizes_at(dims, "max"))
+    inputs = tuple(
+        TensorSpec(value.name or "", dtype, tuple(_dims(value)), _reserve(dtype, shapes[value.name or ""]))
+        for value in model.graph.inputs
+        if value.name in shapes
+        for dtype in (contract_dtype(value),)
+    )
+    outputs = tuple(
+        TensorSpec(value.name or "", contract_dtype(value), _output_dims(value, dims), output_nbytes[value.name or ""])
+        for value in model.graph.outputs
+    )
+    return Contract(inputs, outputs, dims)
+
+
+def _reserve(dtype: DType, shape: tuple[int, ...]) -> int:
+    if dtype is not DType.STRING:
+        return nbytes(dtype, shape)
+    elements = 1
+    for size in shape:
+        elements *= size
+    return elements * STRING_RESERVE_BYTES
+
+
+def _output_dims(value: ir.Value, dims: Mapping[str, DimRange]) -> tuple[int | str, ...]:
+    """Output axes: sizes, names of ranges, or a name of its own where it follows from the data."""
+    if value.shape is None:
+        return ()
+    return tuple(
+        dim if isinstance(dim, int) else (dim.value if dim.value in dims else None) or f"{value.name}_{axis}"
+        for axis, dim in enumerate(value.shape)
+    )
