@@ -1,0 +1,109 @@
+"""Composition root: puts the parts together, runs them, and takes them down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Coroutine
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from aiohttp import web
+
+from agent import log, systemd
+from agent.config import Config
+from agent.errors import AgentError
+from agent.gateway import Gateway
+from agent.http.v2 import V2
+from agent.models import Model, machine_budget, open_model
+from agent.telemetry import Telemetry
+
+# After the drain every answer is written; this is for the last of them to leave the socket.
+_FLUSH_S = 2.0
+Announce = Callable[[str], None]
+
+
+def version() -> str:
+    """Version of the installed package; a source tree that is not installed has none."""
+    try:
+        return metadata.version("tightfit")
+    except metadata.PackageNotFoundError:
+        return "0+source"
+
+
+def serve(config: Config, announce: Announce) -> None:
+    """Verify the bundle, load it, and serve until SIGTERM or SIGINT. `announce` hears the address once ready."""
+    log.configure(config.log.level, config.log.format)
+    model = open_model(Path(config.bundle), machine_budget(config.memory.os_reserve_mib))
+    uvloop.run(_serve(config, model, announce))
+
+
+async def _serve(config: Config, model: Model, announce: Announce) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    gateway = Gateway(config, model, Telemetry())
+    try:
+        if not await _unless(stop, gateway.start()):
+            return
+        await _listen(config, gateway, announce, stop)
+    finally:
+        await gateway.close()
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
+    """Do `work`; False when `stop` came first."""
+    stopped: asyncio.Task[Any] = asyncio.ensure_future(stop.wait())
+    task: asyncio.Task[Any] = asyncio.ensure_future(work)
+    await asyncio.wait({stopped, task}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        task.result()
+        return True
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    return False
+
+
+async def _listen(config: Config, gateway: Gateway, announce: Announce, stop: asyncio.Event) -> None:
+    runner = web.AppRunner(
+        V2(gateway, config, version()).application(),
+        access_log=None,
+        handler_cancellation=True,
+        auto_decompress=False,
+        keepalive_timeout=config.http.keepalive_s,
+        max_line_size=config.http.header_bytes,
+        max_field_size=config.http.header_bytes,
+        max_headers=config.http.headers,
+        shutdown_timeout=_FLUSH_S,
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, config.http.host, config.http.port)
+        try:
+            await site.start()
+        except OSError as error:
+            where = f"{config.http.host}:{config.http.port}"
+            raise AgentError(f"cannot listen on {where}: {error.strerror}", "choose another --host or --port") from None
+        address = _address(runner)
+        logger = log.get("gateway")
+        logger.info("serving", model=gateway.model.name, version=gateway.model.version, address=address)
+        announce(f"serving {gateway.model.name} at {address}")
+        systemd.notify("READY=1")
+        await stop.wait()
+        systemd.notify("STOPPING=1")
+        logger.info("stopping: no new requests, what was accepted is answered first")
+        await site.stop()
+        await gateway.drain()
+    finally:
+        await runner.cleanup()
+
+
+def _address(runner: web.AppRunner) -> str:
+    host, port = runner.addresses[0][:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,69 @@
+"""What the engine needs of a runtime, and how it is found."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.errors import AgentError
+from agent.runtimes import backend_module
+
+Array = NDArray[np.generic]
+"""A tensor of a type numpy has; strings are object arrays of str."""
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """How a segment is loaded. `prepack`: whether the runtime may lay weights out anew (costs anonymous memory)."""
+
+    threads: int
+    prepack: bool
+
+
+class BackendError(AgentError):
+    """The runtime refused a graph or a run; the message is its own, on one line."""
+
+
+class Session(Protocol):
+    """One loaded segment."""
+
+    def run(self, feeds: Mapping[str, Array], outputs: Sequence[str]) -> list[Array]:
+        """Values of `outputs`, in that order. Feeds are read in place. Raises BackendError."""
+        ...
+
+
+class Backend(Protocol):
+    """One module a runtime."""
+
+    def describe(self) -> str:
+        """Name and version of the runtime."""
+        ...
+
+    def prepare(self) -> None:
+        """Once per process, before the first session."""
+        ...
+
+    def load_session(self, path: Path, options: SessionOptions) -> Session:
+        """Load one graph. Raises BackendError."""
+        ...
+
+
+def open_backend(runtime: str) -> Backend:
+    """Import the module that drives `runtime`; a missing library is an AgentError that says what to install."""
+    try:
+        module: Any = importlib.import_module(backend_module(runtime))
+    except ModuleNotFoundError as error:
+        raise AgentError(f"{error.name} is not installed", "pip install 'tightfit[agent,cpu]'") from None
+    return cast(Backend, module)
+
+
+def one_line(error: Exception) -> str:
+    """First line of a runtime's message, cut to what fits in a log line."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:500]

@@ -1,0 +1,188 @@
+"""What joins gateway and engine: a slab of shared memory for tensors, and a socket for small messages.
+
+Theory of operation: the slab is `slots` equal slots, and a slot has one fixed place for every input and output of
+the contract. The gateway writes inputs and says Run(slot); the engine writes outputs and says Done. Who may touch a
+slot follows from the lease alone: the gateway before Run and after Done, the engine in between. Messages carry
+numbers only and are bounded; the socket keeps their boundaries (SOCK_SEQPACKET), so there is no framing to get wrong.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.errors import AgentError
+from targets.tensor import Contract, TensorSpec, human
+
+# Holds a Run or Done with some hundred tensors; well below the kernel's default socket buffer.
+MAX_MESSAGE_BYTES = 64 << 10
+# One cache line, and what every vector instruction set is content with.
+ALIGN = 64
+
+Bytes = NDArray[np.uint8]
+
+
+class Load(msgspec.Struct, frozen=True, tag="load", array_like=True):
+    """Gateway to engine, once: load this bundle. `digest` is that of the manifest the gateway verified."""
+
+    folder: str
+    digest: str
+    threads: int
+    log_level: str
+    log_format: str
+
+
+class Run(msgspec.Struct, frozen=True, tag="run", array_like=True):
+    """Gateway to engine: run what stands in the slot. `outputs` are indices into the contract's outputs."""
+
+    id: int
+    slot: int
+    shapes: tuple[tuple[int, ...], ...]
+    nbytes: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
+    """Engine to gateway, once: loaded and warm."""
+
+    runtime: str
+    load_s: float
+    pss: dict[str, int]
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
+    """Engine to gateway, once, instead of Ready: why it cannot load."""
+
+    message: str
+    hint: str
+
+
+class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
+    """Engine to gateway: (index, shape, nbytes) of every output now in the slot."""
+
+    id: int
+    run_s: float
+    outputs: tuple[tuple[int, tuple[int, ...], int], ...]
+
+
+class RunError(msgspec.Struct, frozen=True, tag="error", array_like=True):
+    """Engine to gateway: this run failed, the engine goes on. `reason` is a `Reason` value."""
+
+    id: int
+    reason: str
+    message: str
+
+
+ToEngine = Load | Run
+ToGateway = Ready | Failed | Done | RunError
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToEngine)
+_to_gateway: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToGateway)
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """(gateway's end, engine's end)."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(end: socket.socket, message: ToEngine | ToGateway) -> None:
+    """Send one message; raises AgentError when it is larger than the channel takes."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise AgentError(f"a message of {human(len(data))} to the engine, at most {human(MAX_MESSAGE_BYTES)} pass")
+    end.send(data)
+
+
+def receive_in_engine(end: socket.socket) -> ToEngine | None:
+    """The gateway's next message; None when the gateway is gone."""
+    data = end.recv(MAX_MESSAGE_BYTES)
+    message: ToEngine | None = _to_engine.decode(data) if data else None
+    return message
+
+
+def receive_in_gateway(end: socket.socket) -> ToGateway | None:
+    """The engine's next message; None when the engine is gone. Raises BlockingIOError when there is none yet."""
+    data = end.recv(MAX_MESSAGE_BYTES)
+    message: ToGateway | None = _to_gateway.decode(data) if data else None
+    return message
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every tensor stands within a slot; both processes derive it from the same contract."""
+
+    slots: int
+    inputs: tuple[tuple[int, int], ...]
+    outputs: tuple[tuple[int, int], ...]
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, contract: Contract, slots: int) -> Layout:
+        """Every tensor at its most bytes, one after the other, aligned."""
+        at = 0
+
+        def place(specs: tuple[TensorSpec, ...]) -> tuple[tuple[int, int], ...]:
+            nonlocal at
+            places = []
+            for spec in specs:
+                places.append((at, spec.max_nbytes))
+                at += -(-spec.max_nbytes // ALIGN) * ALIGN
+            return tuple(places)
+
+        inputs, outputs = place(contract.inputs), place(contract.outputs)
+        return cls(slots, inputs, outputs, max(at, ALIGN))
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+
+class Slab:
+    """The shared memory, seen through its layout."""
+
+    def __init__(self, fd: int, layout: Layout) -> None:
+        self.fd = fd
+        self.layout = layout
+        self._bytes: Bytes = np.frombuffer(mmap.mmap(fd, layout.nbytes), np.uint8)
+
+    @classmethod
+    def create(cls, layout: Layout) -> Slab:
+        """Allocate all of it now, so that memory is short here and not in the middle of a request."""
+        fd = os.memfd_create("tightfit-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, layout.nbytes)
+            # Neither side can cut the slab short under the other's mapping, which would kill it by SIGBUS.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        except OSError as error:
+            os.close(fd)
+            raise AgentError(f"cannot reserve {human(layout.nbytes)} of shared memory: {error.strerror}") from None
+        return cls(fd, layout)
+
+    def close_fd(self) -> None:
+        """Close the descriptor; the mapping lives as long as anyone looks at it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def input(self, slot: int, index: int) -> Bytes:
+        """Room for input `index` in the slot."""
+        return self._view(slot, self.layout.inputs[index])
+
+    def output(self, slot: int, index: int) -> Bytes:
+        """Room for output `index` in the slot."""
+        return self._view(slot, self.layout.outputs[index])
+
+    def _view(self, slot: int, place: tuple[int, int]) -> Bytes:
+        if not 0 <= slot < self.layout.slots:
+            raise ValueError(f"slot {slot} is not one of {self.layout.slots}")
+        start = slot * self.layout.slot_bytes + place[0]
+        return self._bytes[start : start + place[1]]

@@ -1,0 +1,197 @@
+"""The engine process: loads a runtime and a bundle, then runs what the gateway puts into the slab.
+
+Started as `python -m agent.engine.worker CONTROL_FD SLAB_FD PARENT_PID`, a fresh interpreter. It lives exactly as
+long as its gateway: the kernel kills it with its parent, and the end of the control socket ends its loop.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from agent import log
+from agent.backends.base import Array, BackendError, Session, SessionOptions, open_backend
+from agent.engine.channel import Done, Failed, Layout, Load, Ready, Run, RunError, Slab, receive_in_engine, send
+from agent.errors import AgentError, Reason, RefusedError
+from agent.memory import pss_by_kind
+from agent.strings import pack_strings, unpack_strings
+from targets.bundle import Manifest, Segment, read_manifest, safe_path
+from targets.errors import BundleError, TightfitError
+from targets.tensor import DType, TensorSpec, human
+
+_PR_SET_PDEATHSIG = 1
+# When memory runs out the kernel takes the engine, whose connections survive in the gateway, not the gateway.
+_OOM_SCORE_ADJ = 500
+
+
+class Engine:
+    """A loaded bundle: one session per segment, run in order, values passed on by name."""
+
+    def __init__(self, folder: Path, manifest: Manifest, threads: int, slab: Slab) -> None:
+        self._contract = manifest.contract
+        self._segments = manifest.segments
+        self._slab = slab
+        backend = open_backend(manifest.runtime)
+        backend.prepare()
+        self.runtime = backend.describe()
+        self._sessions: list[Session] = [
+            backend.load_session(safe_path(folder, s.file), SessionOptions(threads, s.prepack)) for s in self._segments
+        ]
+        self._last_use = _last_uses(self._segments)
+
+    def run(self, run: Run) -> Done:
+        """Run what stands in the slot and leave the outputs there. Raises BackendError or RefusedError."""
+        started = time.perf_counter()
+        values = {spec.name: self._read_input(spec, index, run) for index, spec in enumerate(self._contract.inputs)}
+        wanted = {self._contract.outputs[index].name for index in run.outputs}
+        self._run_segments(values, wanted)
+        outputs = tuple(self._write_output(index, run.slot, values) for index in run.outputs)
+        return Done(run.id, time.perf_counter() - started, outputs)
+
+    def _run_segments(self, values: dict[str, Array], wanted: set[str]) -> None:
+        for step, (segment, session) in enumerate(zip(self._segments, self._sessions, strict=True)):
+            outputs = [o for o in segment.outputs if o in wanted or self._last_use.get(o, -1) > step]
+            feeds = {name: values[name] for name in segment.inputs}
+            if outputs:
+                values.update(zip(outputs, session.run(feeds, outputs), strict=True))
+            for name in segment.inputs:
+                if self._last_use[name] == step and name not in wanted:
+                    del values[name]
+
+    def _read_input(self, spec: TensorSpec, index: int, run: Run) -> Array:
+        region = self._slab.input(run.slot, index)[: run.nbytes[index]]
+        shape = run.shapes[index]
+        if spec.dtype is DType.STRING:
+            items = unpack_strings(region.data, int(np.prod(shape, dtype=np.int64)))
+            return np.array([item.decode("utf-8") for item in items], dtype=object).reshape(shape)
+        return region.view(np.dtype(spec.dtype.numpy)).reshape(shape)
+
+    def _write_output(self, index: int, slot: int, values: dict[str, Array]) -> tuple[int, tuple[int, ...], int]:
+        spec = self._contract.outputs[index]
+        value = np.asarray(values[spec.name])
+        if value.dtype != np.dtype(spec.dtype.numpy):
+            raise BackendError(f"output {spec.name!r} came as {value.dtype}, the bundle promises {spec.dtype.value}")
+        if spec.dtype is DType.STRING:
+            packed = pack_strings(str(item).encode("utf-8") for item in value.ravel())
+            data = np.frombuffer(packed, np.uint8)
+        else:
+            data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        region = self._slab.output(slot, index)
+        if data.nbytes > region.nbytes:
+            raise RefusedError(
+                Reason.OUTPUT_TOO_LARGE,
+                f"output {spec.name!r} has {human(data.nbytes)}, the bundle's plan has room for {human(region.nbytes)}",
+            )
+        region[: data.nbytes] = data
+        return index, value.shape, data.nbytes
+
+
+def _last_uses(segments: tuple[Segment, ...]) -> dict[str, int]:
+    """Name of every segment input -> the last segment that reads it."""
+    return {name: step for step, segment in enumerate(segments) for name in segment.inputs}
+
+
+def load(message: Load, slab_fd: int) -> Engine:
+    """Load and warm the bundle. Raises TightfitError."""
+    folder = Path(message.folder)
+    manifest = read_manifest(folder)
+    if manifest.digest != message.digest:
+        raise BundleError("the bundle changed after it was verified", "start the agent again")
+    slab = Slab(slab_fd, Layout.of(manifest.contract, manifest.plan.slots))
+    engine = Engine(folder, manifest, message.threads, slab)
+    if manifest.sample or not manifest.contract.inputs:
+        try:
+            warm_up(engine, folder, manifest, slab)
+        except TightfitError as error:
+            raise AgentError(f"the bundle's own sample does not run: {error}") from None
+    return engine
+
+
+def warm_up(engine: Engine, folder: Path, manifest: Manifest, slab: Slab) -> None:
+    """Run the bundle's sample once, so that the first request pays for nothing."""
+    samples = {sample.name: sample for sample in manifest.sample}
+    shapes, nbytes = [], []
+    manifest.contract.check_inputs({s.name: (manifest.contract.input(s.name).dtype, s.shape) for s in manifest.sample})
+    for index, spec in enumerate(manifest.contract.inputs):
+        data = np.fromfile(safe_path(folder, samples[spec.name].file), np.uint8)
+        region = slab.input(0, index)
+        expected = _dense_nbytes(spec, samples[spec.name].shape)
+        if data.nbytes > region.nbytes or expected not in (None, data.nbytes):
+            raise BundleError(
+                f"the sample of input {spec.name!r} has {human(data.nbytes)}, which does not fit its shape"
+            )
+        region[: data.nbytes] = data
+        shapes.append(samples[spec.name].shape)
+        nbytes.append(data.nbytes)
+    everything = tuple(range(len(manifest.contract.outputs)))
+    engine.run(Run(0, 0, tuple(shapes), tuple(nbytes), everything))
+
+
+def _dense_nbytes(spec: TensorSpec, shape: tuple[int, ...]) -> int | None:
+    if spec.dtype is DType.STRING:
+        return None
+    return int(np.prod(shape, dtype=np.int64)) * np.dtype(spec.dtype.numpy).itemsize
+
+
+def serve(control: socket.socket, engine: Engine) -> None:
+    """Answer every Run with exactly one Done or RunError until the gateway is gone."""
+    while (message := receive_in_engine(control)) is not None:
+        if not isinstance(message, Run):
+            raise AgentError("the gateway sent a second Load")
+        send(control, _answer(engine, message))
+
+
+def _answer(engine: Engine, run: Run) -> Done | RunError:
+    try:
+        return engine.run(run)
+    except RefusedError as error:
+        return RunError(run.id, error.reason.value, str(error))
+    except TightfitError as error:
+        return RunError(run.id, Reason.ENGINE_ERROR.value, str(error))
+    except Exception as error:  # noqa: BLE001 - one bad run must not end the engine; the log has the traceback
+        log.get("engine").exception("run failed", id=run.id)
+        return RunError(run.id, Reason.FAULT.value, f"the engine failed: {type(error).__name__}")
+
+
+def tie_to_parent(parent: int) -> None:
+    """Die when the gateway dies, and leave signals meant for the service to the gateway, which drains first."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit("the gateway is gone")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJ), encoding="ascii")
+    except OSError as error:
+        log.get("engine").warning("cannot raise oom_score_adj", error=error.strerror)
+
+
+def main(arguments: list[str]) -> None:
+    control_fd, slab_fd, parent = map(int, arguments)
+    tie_to_parent(parent)
+    control = socket.socket(fileno=control_fd)
+    message = receive_in_engine(control)
+    if not isinstance(message, Load):
+        return
+    log.configure(message.log_level, message.log_format)
+    started = time.perf_counter()
+    try:
+        engine = load(message, slab_fd)
+    except TightfitError as error:
+        send(control, Failed(error.message, error.hint))
+        return
+    pss = pss_by_kind(os.getpid())
+    log.get("engine").debug("loaded", runtime=engine.runtime, **{f"pss_{kind}": n for kind, n in pss.items()})
+    send(control, Ready(engine.runtime, time.perf_counter() - started, pss))
+    serve(control, engine)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

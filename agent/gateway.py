@@ -1,0 +1,273 @@
+"""From an admitted call to its answer: the one place where pool, scheduler and engine meet.
+
+Theory of operation. A call goes through these stages and is settled exactly once, from whichever it is in:
+
+    opened --> at the door --> admitted --> queued --> running --> settled
+               (no slot yet)   (holds a slot: its body is read and decoded into it)
+
+A slot is leased before the body is read, so that the tensors in memory are those that the plan counted; who waits at
+the door costs a connection. One timer keeps every deadline. A call that is settled while its run goes on (deadline,
+client gone) leaves its slot to the engine, and the slot is free again when the engine says Done, not before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from agent import log
+from agent.config import Config
+from agent.engine.channel import Done, Load, Ready, Run, RunError, Slab
+from agent.engine.host import EngineHost
+from agent.errors import Reason, RefusedError
+from agent.models import Model
+from agent.pool import Pool
+from agent.request import Output, Refused, Request, Result
+from agent.scheduler import EXPIRED, Scheduler
+from agent.telemetry import Telemetry
+
+# Runs handed to the engine at once. A second one would hide the hop between processes, but could no longer be
+# cancelled, expired or overtaken.
+ENGINE_DEPTH = 1
+_FAULTS = frozenset({Reason.FAULT, Reason.ENGINE_ERROR, Reason.OUTPUT_TOO_LARGE})
+
+
+@dataclass(eq=False)
+class Call:
+    """One request on its way; `answer` is what its handler awaits now."""
+
+    id: int
+    arrived: float
+    deadline: float
+    slot: int | None = None
+    answer: asyncio.Future[Any] | None = None
+
+
+class Gateway:
+    """Serves one model through one engine process."""
+
+    def __init__(self, config: Config, model: Model, telemetry: Telemetry) -> None:
+        self.model = model
+        self.telemetry = telemetry
+        self.draining = False
+        self._config = config
+        self._log = log.get("gateway")
+        self._loop = asyncio.get_running_loop()
+        self._pool = Pool(model.layout.slots)
+        self._door: Scheduler[Call] = Scheduler(config.requests.queue_length)
+        # Whoever holds a slot may queue: the pool is the bound.
+        self._queue: Scheduler[Request] = Scheduler(model.layout.slots)
+        self._calls: dict[int, Call] = {}
+        self._running: dict[int, Request] = {}
+        self._ids = itertools.count(1)
+        # uvloop's own clock is cached and ticks in milliseconds, so all times are of time.monotonic().
+        self._timer: asyncio.TimerHandle | None = None
+        self._wakeup = 0.0
+        self._engine = EngineHost(model.layout, self._on_reply, self._on_death)
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._watch()
+
+    def _watch(self) -> None:
+        watch = self.telemetry.watch
+        watch("tightfit_engine_up", "1 while the engine can run requests.", lambda: float(self._engine.up))
+        watch("tightfit_in_flight", "Requests that hold a slot.", lambda: float(self._pool.leased))
+        watch("tightfit_slots", "Requests that can be in memory at once.", lambda: float(self._pool.slots))
+        watch("tightfit_queue_depth", "Requests ready to run.", lambda: float(len(self._queue)))
+        watch("tightfit_door_depth", "Requests that wait for a slot.", lambda: float(len(self._door)))
+        self.telemetry.watch_memory(lambda: self._engine.pid)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request sent now can be answered."""
+        return self._engine.up and not self.draining
+
+    @property
+    def slab(self) -> Slab:
+        return self._engine.slab
+
+    async def start(self) -> Ready:
+        """Start the engine and load the bundle. Raises AgentError with the engine's reason."""
+        options = self._config.engine
+        load = Load(
+            str(self.model.folder),
+            self.model.digest,
+            options.intra_op_threads,
+            self._config.log.level,
+            self._config.log.format,
+        )
+        ready = await self._engine.start(load, options.load_s)
+        self._log.info(
+            "engine ready", model=self.model.name, version=self.model.version, runtime=ready.runtime,
+            load_s=round(ready.load_s, 3), threads=options.intra_op_threads, slots=self._pool.slots,
+        )  # fmt: skip
+        return ready
+
+    async def drain(self) -> None:
+        """Take nothing new and wait until what was accepted is answered, at most `drain_s`; then refuse the rest."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), self._config.requests.drain_s)
+        except (TimeoutError, asyncio.TimeoutError):
+            self._log.warning("not everything was answered before the stop", left=len(self._calls))
+            self._refuse_all(Refused(Reason.DRAINING, "the agent stopped before the request was done"))
+
+    async def close(self) -> None:
+        """End the engine."""
+        if self._timer:
+            self._timer.cancel()
+        await self._engine.close()
+
+    # --- the life of a call, in order
+
+    def open(self) -> Call:
+        """Begin a call. Whoever opens one must settle it."""
+        now = time.monotonic()
+        call = Call(next(self._ids), now, now + self._config.requests.timeout_s)
+        self._calls[call.id] = call
+        self._idle.clear()
+        return call
+
+    async def admit(self, call: Call) -> int:
+        """Lease a slot, waiting at the door if need be. Raises RefusedError."""
+        if self.draining:
+            raise RefusedError(Reason.DRAINING, "the agent is stopping", "send the request to another, or later")
+        self._check_engine()
+        call.slot = self._pool.lease(call.id)
+        if call.slot is None:
+            self._raise(self._door.submit(call, time.monotonic()))
+            self._arm(call.deadline)
+            await self._answer_of(call)
+        assert call.slot is not None  # noqa: S101 - for the type checker
+        return call.slot
+
+    def set_timeout(self, call: Call, timeout_s: float) -> None:
+        """The client's own deadline, counted from its arrival; it can only come earlier."""
+        call.deadline = min(call.deadline, call.arrived + timeout_s)
+
+    async def infer(
+        self, call: Call, shapes: tuple[tuple[int, ...], ...], nbytes: tuple[int, ...], outputs: tuple[int, ...]
+    ) -> Result:
+        """Run what stands in the call's slot. Raises RefusedError."""
+        self._check_engine()
+        assert call.slot is not None  # noqa: S101 - `admit` came before
+        request = Request(call.id, call.deadline, call.slot, shapes, nbytes, outputs)
+        self._raise(self._queue.submit(request, time.monotonic()))
+        self._arm(call.deadline)
+        self._pump()
+        result: Result = await self._answer_of(call)
+        return result
+
+    def settle(self, call: Call, reason: Reason, message: str = "") -> None:
+        """The end of every call, whatever it was: gives back what it held, counts and logs."""
+        if self._calls.pop(call.id, None) is None:
+            raise RuntimeError(f"call {call.id} was settled twice")
+        self._door.cancel(call.id)
+        self._queue.cancel(call.id)
+        if call.slot is not None and call.id not in self._running:
+            self._release(call.slot, call.id)
+        seconds = time.monotonic() - call.arrived
+        self.telemetry.settled(reason, seconds)
+        write = self._log.warning if reason in _FAULTS else self._log.debug
+        write("request", id=call.id, reason=reason.value, ms=round(seconds * 1e3, 3), message=message[:500])
+        if not self._calls:
+            self._idle.set()
+
+    # --- what moves calls on
+
+    def _pump(self) -> None:
+        while self._engine.up and len(self._running) < ENGINE_DEPTH:
+            request = self._queue.next(time.monotonic())
+            if request is None:
+                return
+            self._running[request.id] = request
+            self._engine.send(Run(request.id, request.slot, request.shapes, request.nbytes, request.outputs))
+
+    def _release(self, slot: int, owner: int) -> None:
+        self._pool.release(slot, owner)
+        call = self._door.next(time.monotonic())
+        if call is not None:
+            call.slot = self._pool.lease(call.id)
+            _resolve(call, None)
+
+    def _on_reply(self, reply: Done | RunError) -> None:
+        request = self._running.pop(reply.id, None)
+        if request is None:
+            self._log.error("the engine answered what was not asked", id=reply.id)
+            return
+        call = self._calls.get(reply.id)
+        if call is None:
+            self._release(request.slot, request.id)
+        elif isinstance(reply, Done):
+            self.telemetry.ran(reply.run_s)
+            _resolve(call, Result(tuple(Output(*output) for output in reply.outputs), reply.run_s))
+        else:
+            _reject(call, Refused(Reason(reply.reason), reply.message))
+        self._pump()
+
+    def _on_death(self, how: str) -> None:
+        self._log.error("the engine process is gone; restart the service to go on", how=how, in_flight=len(self._calls))
+        running, self._running = self._running, {}
+        for request in running.values():
+            if request.id not in self._calls:
+                self._release(request.slot, request.id)
+        self._refuse_all(Refused(Reason.ENGINE_DOWN, f"the engine process {how}"))
+
+    def _refuse_all(self, refused: Refused) -> None:
+        for call in list(self._calls.values()):
+            self._door.cancel(call.id)
+            self._queue.cancel(call.id)
+            _reject(call, refused)
+
+    def _arm(self, deadline: float) -> None:
+        if self._timer is None or deadline < self._wakeup:
+            if self._timer:
+                self._timer.cancel()
+            self._wakeup = deadline
+            self._timer = self._loop.call_later(max(deadline - time.monotonic(), 0), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        now = time.monotonic()
+        late = {call.id for call in self._door.expire(now)}
+        late.update(request.id for request in self._queue.expire(now))
+        late.update(request.id for request in self._running.values() if request.deadline <= now)
+        for id_ in late:
+            if id_ in self._calls:
+                _reject(self._calls[id_], EXPIRED)
+        waiting = (self._door.next_wakeup(), self._queue.next_wakeup())
+        running = (request.deadline for request in self._running.values() if request.deadline > now)
+        wakeup = min((*(w for w in waiting if w is not None), *running), default=None)
+        if wakeup is not None:
+            self._arm(wakeup)
+
+    # --- small parts
+
+    def _check_engine(self) -> None:
+        if not self._engine.up:
+            raise RefusedError(Reason.ENGINE_DOWN, "the engine process is not running", "see the agent's log")
+
+    def _raise(self, refused: Refused | None) -> None:
+        if refused is not None:
+            raise RefusedError(refused.reason, refused.message)
+
+    async def _answer_of(self, call: Call) -> Any:
+        if call.answer is None:
+            call.answer = self._loop.create_future()
+        try:
+            return await call.answer
+        finally:
+            call.answer = None
+
+
+def _resolve(call: Call, value: Any) -> None:
+    if call.answer is not None and not call.answer.done():
+        call.answer.set_result(value)
+
+
+def _reject(call: Call, refused: Refused) -> None:
+    if call.answer is not None and not call.answer.done():
+        call.answer.set_exception(RefusedError(refused.reason, refused.message))

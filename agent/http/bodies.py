@@ -1,0 +1,112 @@
+"""Request and response bodies: read within limits, decompressed within limits, compressed when it pays."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+
+from aiohttp import web
+
+from agent.errors import Reason, RefusedError
+from targets.tensor import human
+
+_GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
+_WBITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+# Below this the header costs more than is saved.
+_WORTH_COMPRESSING_BYTES = 1024
+# A board's cores have better things to do than the last per cent.
+_LEVEL = 1
+
+
+def check_length(request: web.Request, limit: int) -> None:
+    """Refuse by Content-Length, before any of the body is read."""
+    length = request.content_length
+    if length is not None and length > limit:
+        raise _too_large(limit)
+
+
+async def read_body(request: web.Request, limit: int, timeout_s: float) -> bytes:
+    """All of the body, at most `limit` bytes, at most `timeout_s` long."""
+    check_length(request, limit)
+    if request.content.is_eof():
+        return await _collect(request, limit)
+    try:
+        return await asyncio.wait_for(_collect(request, limit), timeout_s)
+    except (TimeoutError, asyncio.TimeoutError):
+        raise RefusedError(Reason.SLOW_BODY, f"the body did not arrive within {timeout_s:.3g} s") from None
+
+
+async def _collect(request: web.Request, limit: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.content.iter_any():
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_large(limit: int) -> RefusedError:
+    return RefusedError(Reason.TOO_LARGE, f"the body has more than {human(limit)}", "this model needs no more")
+
+
+def decompress(body: bytes, encoding: str, limit: int) -> bytes:
+    """Undo a Content-Encoding of gzip or deflate (with or without zlib's header) without ever exceeding `limit`."""
+    encoding = encoding.strip().lower()
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise RefusedError(
+            Reason.UNSUPPORTED_ENCODING, f"Content-Encoding {encoding[:40]!r}", "available: gzip, deflate"
+        )
+    try:
+        try:
+            return _inflate(body, _GZIP_OR_ZLIB, limit)
+        except zlib.error:
+            if encoding != "deflate":
+                raise
+            return _inflate(body, -zlib.MAX_WBITS, limit)
+    except zlib.error as error:
+        raise RefusedError(Reason.BAD_REQUEST, f"the body is not valid {encoding}: {error}") from None
+
+
+def _inflate(body: bytes, wbits: int, limit: int) -> bytes:
+    stream = zlib.decompressobj(wbits)
+    data = stream.decompress(body, limit + 1)
+    if len(data) > limit:
+        raise _too_large(limit)
+    if not stream.eof:
+        raise zlib.error("it ends too early")
+    if stream.unused_data:
+        raise zlib.error("more follows its end")
+    return data
+
+
+def choose_encoding(accept: str | None, binary: bool, nbytes: int) -> str | None:
+    """gzip, deflate or None for a response.
+
+    Client libraries send a list of codings by themselves. Tensor bytes hardly shrink, so they are compressed only
+    for a client that names a single coding, as tritonclient does when a person asked for it.
+    """
+    if not accept or nbytes < _WORTH_COMPRESSING_BYTES:
+        return None
+    accepted = [name for name, quality in map(_coding, accept.lower().split(",")) if quality > 0]
+    if binary and len(accepted) != 1:
+        return None
+    return next((name for name in _WBITS if name in accepted), None)
+
+
+def _coding(item: str) -> tuple[str, float]:
+    name, _, parameter = item.partition(";")
+    key, _, value = parameter.strip().partition("=")
+    try:
+        return name.strip(), float(value) if key == "q" else 1.0
+    except ValueError:
+        return name.strip(), 0.0
+
+
+def compress(body: bytes, encoding: str) -> bytes:
+    """The body in that coding."""
+    stream = zlib.compressobj(_LEVEL, wbits=_WBITS[encoding])
+    return stream.compress(body) + stream.flush()

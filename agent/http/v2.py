@@ -1,0 +1,261 @@
+"""The Open Inference Protocol v2 over HTTP/1.1.
+
+Every error is `{"error": "..."}` with a status from the reason table; clients index that key and fail without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from agent import log
+from agent.config import Config
+from agent.errors import TABLE, Reason, RefusedError
+from agent.gateway import Call, Gateway
+from agent.http.bodies import check_length, choose_encoding, compress, decompress, read_body
+from agent.http.codecs import (
+    HEADER_LENGTH,
+    InferRequest,
+    OutputTensor,
+    decode_infer,
+    encode_infer,
+    largest_body,
+)
+from agent.request import Result
+from agent.telemetry import CONTENT_TYPE
+from targets.errors import TightfitError, did_you_mean
+from targets.tensor import TensorSpec
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+EXTENSIONS = ("binary_tensor_data",)
+# Bodies past this are parsed and written by a thread, so that health checks are answered meanwhile.
+_OFF_LOOP_BYTES = 64 << 10
+# Parsing is Python work under one interpreter lock: more threads would only take turns.
+_THREADS = 2
+_MAX_ERROR_CHARACTERS = 2000
+# Instead of aiohttp's, which tells the versions of Python and of itself.
+_SERVER = {"Server": "tightfit-agent"}
+
+
+class V2:
+    """Handlers over one gateway."""
+
+    def __init__(self, gateway: Gateway, config: Config, version: str) -> None:
+        self._gateway = gateway
+        self._model = gateway.model
+        self._version = version
+        self._log = log.get("http")
+        self._body_bytes = min(config.http.body_bytes, largest_body(self._model.contract))
+        self._body_s = config.http.body_s
+        self._threads = ThreadPoolExecutor(_THREADS, "codec")
+
+    def application(self) -> web.Application:
+        """The routes."""
+        app = web.Application(middlewares=[_errors])
+        app.router.add_get("/v2", self.server)
+        app.router.add_get("/v2/health/live", self.live)
+        app.router.add_get("/v2/health/ready", self.health_ready)
+        app.router.add_get("/metrics", self.metrics)
+        for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            app.router.add_get(prefix, self.metadata)
+            app.router.add_get(f"{prefix}/ready", self.model_ready)
+            app.router.add_post(f"{prefix}/infer", self.infer, expect_handler=self._expect)
+        app.on_cleanup.append(self._cleanup)
+        return app
+
+    async def _cleanup(self, _: web.Application) -> None:
+        self._threads.shutdown(wait=False)
+
+    # --- what the server and the model are
+
+    async def server(self, _: web.Request) -> web.Response:
+        return _json({"name": "tightfit-agent", "version": self._version, "extensions": EXTENSIONS})
+
+    async def live(self, _: web.Request) -> web.Response:
+        return _json({"live": True})
+
+    async def health_ready(self, _: web.Request) -> web.Response:
+        return _json({"ready": self._gateway.ready}, 200 if self._gateway.ready else 503)
+
+    async def model_ready(self, request: web.Request) -> web.Response:
+        self._check_model(request)
+        ready = self._gateway.ready
+        return _json({"name": self._model.name, "ready": ready}, 200 if ready else 503)
+
+    async def metadata(self, request: web.Request) -> web.Response:
+        self._check_model(request)
+        contract = self._model.contract
+        return _json(
+            {
+                "name": self._model.name,
+                "versions": [self._model.version],
+                "platform": f"{self._model.manifest.runtime}_onnx",
+                "inputs": [_describe(spec) for spec in contract.inputs],
+                "outputs": [_describe(spec) for spec in contract.outputs],
+            }
+        )
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        text = await self._off_loop(self._gateway.telemetry.text)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE, **_SERVER})
+
+    # --- infer
+
+    async def infer(self, request: web.Request) -> web.Response:
+        """One request from its head to its answer; whatever happens, its call is settled exactly once."""
+        call = self._gateway.open()
+        reason, message = Reason.OK, ""
+        try:
+            return await self._infer(call, request)
+        except asyncio.CancelledError:
+            reason = Reason.DISCONNECTED
+            raise
+        except RefusedError as error:
+            reason, message = error.reason, str(error)
+        except TightfitError as error:
+            reason, message = Reason.BAD_REQUEST, str(error)
+        except ConnectionError:
+            reason, message = Reason.DISCONNECTED, "the client went away"
+        except Exception as error:  # noqa: BLE001 - answered and logged; the server goes on
+            reason, message = Reason.FAULT, f"the server failed: {type(error).__name__}"
+            self._log.exception("infer failed", id=call.id)
+        finally:
+            self._gateway.settle(call, reason, message)
+        return _refusal(reason, message, unread=not request.content.is_eof())
+
+    async def _infer(self, call: Call, request: web.Request) -> web.Response:
+        self._check_model(request)
+        check_length(request, self._body_bytes)
+        slot = await self._gateway.admit(call)
+        left_s = call.deadline - time.monotonic()
+        body = await read_body(request, self._body_bytes, min(self._body_s, max(left_s, 0.001)))
+        header_length = request.headers.get(HEADER_LENGTH)
+        encoding = request.headers.get("Content-Encoding", "")
+        decoded = await self._in_turn(len(body), self._decode, body, encoding, header_length, slot)
+        if decoded.timeout_s is not None:
+            self._gateway.set_timeout(call, decoded.timeout_s)
+        nbytes = tuple(len(payload) for payload in decoded.payloads)
+        del body
+        result = await self._gateway.infer(call, decoded.shapes, nbytes, tuple(w.index for w in decoded.wishes))
+        size = sum(output.nbytes for output in result.outputs)
+        accept = request.headers.get("Accept-Encoding")
+        return await self._in_turn(size, self._encode, decoded, result, slot, accept)
+
+    def _decode(self, body: bytes, encoding: str, header_length: str | None, slot: int) -> InferRequest:
+        """Decode the body and write its tensors into the slot."""
+        decoded = decode_infer(decompress(body, encoding, self._body_bytes), header_length, self._model.contract)
+        for index, payload in enumerate(decoded.payloads):
+            self._gateway.slab.input(slot, index)[: len(payload)] = np.frombuffer(payload, np.uint8)
+        return decoded
+
+    def _encode(self, decoded: InferRequest, result: Result, slot: int, accept: str | None) -> web.Response:
+        """Copy the outputs out of the slot, in the form each was asked for."""
+        tensors = [
+            OutputTensor(
+                self._model.contract.outputs[output.index],
+                output.shape,
+                self._gateway.slab.output(slot, output.index)[: output.nbytes],
+                wish.binary,
+            )
+            for output, wish in zip(result.outputs, decoded.wishes, strict=True)
+        ]
+        body, json_length = encode_infer(self._model.name, self._model.version, decoded.id, tensors)
+        kind = "application/json" if json_length is None else "application/octet-stream"
+        headers = {"Content-Type": kind, **_SERVER}
+        if json_length is not None:
+            headers[HEADER_LENGTH] = str(json_length)
+        encoding = choose_encoding(accept, json_length is not None, len(body))
+        if encoding:
+            body = compress(body, encoding)
+            headers["Content-Encoding"] = encoding
+        return web.Response(body=body, headers=headers)
+
+    # --- small parts
+
+    def _check_model(self, request: web.Request) -> None:
+        name, version = request.match_info["model"], request.match_info.get("version")
+        if name != self._model.name:
+            name = name[:100]
+            raise RefusedError(Reason.UNKNOWN_MODEL, f"unknown model {name!r}", did_you_mean(name, [self._model.name]))
+        if version not in (None, self._model.version):
+            raise RefusedError(
+                Reason.UNKNOWN_MODEL,
+                f"model {name!r} has no version {version[:100]!r}",
+                f"available: {self._model.version}",
+            )
+
+    async def _expect(self, request: web.Request) -> web.StreamResponse | None:
+        """Answer `Expect: 100-continue`: a body that would be refused is refused before it is sent."""
+        try:
+            check_length(request, self._body_bytes)
+        except RefusedError as error:
+            return _refusal(error.reason, str(error), unread=True)
+        if request.headers.get("Expect", "").lower() != "100-continue":
+            raise web.HTTPExpectationFailed(text="available: 100-continue")
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # What counts as output is the final answer only.
+        request.writer.output_size = 0
+        return None
+
+    async def _in_turn(self, nbytes: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Call it: here when that takes no time, in a thread otherwise."""
+        if nbytes < _OFF_LOOP_BYTES:
+            return function(*arguments)
+        return await self._off_loop(function, *arguments)
+
+    async def _off_loop(self, function: Callable[..., T], *arguments: Any) -> T:
+        future = asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            # A thread cannot be stopped, and the slot must not be released while one works in it.
+            await asyncio.wait([future])
+            raise
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn what handlers and the router raise into the protocol's error body."""
+    try:
+        return await handler(request)
+    except RefusedError as error:
+        return _refusal(error.reason, str(error))
+    except web.HTTPException as error:
+        allow = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
+        hint = f"; allowed here: {allow['Allow']}" if allow else ""
+        return _json({"error": f"{error.reason}: {request.method} {request.path[:200]}{hint}"}, error.status, allow)
+    except Exception as error:  # noqa: BLE001 - answered and logged; the server goes on
+        log.get("http").exception("request failed", path=request.path[:200])
+        return _json({"error": f"the server failed: {type(error).__name__}"}, 500)
+
+
+def _refusal(reason: Reason, message: str, unread: bool = False) -> web.Response:
+    answer = TABLE[reason]
+    headers = {} if answer.retry_after_s is None else {"Retry-After": str(answer.retry_after_s)}
+    response = _json({"error": message[:_MAX_ERROR_CHARACTERS]}, answer.status, headers)
+    if unread or reason is Reason.DRAINING:
+        # The rest of an unread body would be taken for the next request, or be waited for.
+        response.force_close()
+    return response
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(value),
+        status=status,
+        headers={"Content-Type": "application/json", **_SERVER, **(headers or {})},
+    )
+
+
+def _describe(spec: TensorSpec) -> dict[str, Any]:
+    shape = [dim if isinstance(dim, int) else -1 for dim in spec.shape]
+    return {"name": spec.name, "datatype": spec.dtype.oip, "shape": shape}

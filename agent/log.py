@@ -1,0 +1,33 @@
+"""Logs: one event a line on stderr, where journald takes it. Names and numbers only, never tensor data."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+
+def configure(level: str, style: str) -> None:
+    """Set up structlog for this process. `style` is json, console, or auto (console on a terminal)."""
+    console = style == "console" or (style == "auto" and sys.stderr.isatty())
+    render: Any = structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info if not console else structlog.processors.StackInfoRenderer(),
+            render,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    # Libraries that use the standard library's logging: their warnings belong in the same stream.
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+
+
+def get(name: str) -> Any:
+    """A logger that says which part speaks."""
+    return structlog.get_logger(part=name)

@@ -1,0 +1,35 @@
+"""What this machine has and what a process uses, from /proc."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_KIB = 1024
+KINDS = {"Pss_Anon": "anonymous", "Pss_File": "file", "Pss_Shmem": "shared"}
+
+
+def mem_total_bytes() -> int:
+    """MemTotal: physical memory less what firmware, GPU and kernel took before the system started."""
+    return _fields(Path("/proc/meminfo"))["MemTotal"]
+
+
+def pss_by_kind(pid: int) -> dict[str, int]:
+    """Proportional set size in bytes by kind; empty when the process is gone.
+
+    PSS counts a shared page once over all who map it, so the sum over both processes is what the service uses.
+    """
+    try:
+        fields = _fields(Path(f"/proc/{pid}/smaps_rollup"))
+    except OSError:
+        return {}
+    return {kind: fields[name] for name, kind in KINDS.items() if name in fields}
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """`Name:   123 kB` lines as bytes."""
+    fields: dict[str, int] = {}
+    for line in path.read_text(encoding="ascii").splitlines():
+        words = line.split()
+        if len(words) == 3 and words[2] == "kB":
+            fields[words[0].rstrip(":")] = int(words[1]) * _KIB
+    return fields

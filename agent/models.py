@@ -1,0 +1,104 @@
+"""Bundles as the gateway sees them: verified, judged against this machine, never loaded here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent.engine.channel import ALIGN, Layout
+from agent.memory import mem_total_bytes
+from agent.runtimes import backend_module
+from targets.board import MIB
+from targets.budget import budget_of_machine, check_plan
+from targets.bundle import Manifest, read_manifest, verify_files
+from targets.errors import BudgetError, BundleError
+from targets.tensor import Contract, human
+
+
+@dataclass(frozen=True)
+class Model:
+    """A bundle that this machine can serve."""
+
+    folder: Path
+    manifest: Manifest
+    digest: str
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+    @property
+    def version(self) -> str:
+        """Short form of the digest (`Manifest.version`), kept: the manifest may be long."""
+        return self.digest[:12]
+
+    @property
+    def contract(self) -> Contract:
+        return self.manifest.contract
+
+
+def machine_budget(os_reserve_mib: int) -> int:
+    """M of the machine the agent stands on, in bytes."""
+    return budget_of_machine(mem_total_bytes(), os_reserve_mib * MIB)
+
+
+def open_model(folder: Path, budget: int) -> Model:
+    """Judge the bundle: manifest, runtime, plan against its board and this machine, then every byte of every file.
+
+    Raises BundleError or BudgetError. The cheap checks come first, the digests last.
+    """
+    folder = folder.absolute()
+    manifest = read_manifest(folder)
+    backend_module(manifest.runtime)
+    _check_servable(manifest)
+    layout = Layout.of(manifest.contract, manifest.plan.slots)
+    _check_memory(manifest, layout, budget)
+    verify_files(folder, manifest)
+    return Model(folder, manifest, manifest.digest, layout)
+
+
+def _check_servable(manifest: Manifest) -> None:
+    for spec in (*manifest.contract.inputs, *manifest.contract.outputs):
+        if spec.dtype.oip is None or spec.dtype.numpy is None:
+            raise BundleError(
+                f"tensor {spec.describe()} has a type that this version cannot take or give",
+                "compile the model with float32 or integer inputs and outputs",
+            )
+    if manifest.plan.slots < 1:
+        raise BundleError("the plan has no slots", "compile the bundle again with at least one")
+    _check_segments(manifest)
+
+
+def _check_segments(manifest: Manifest) -> None:
+    """Every segment's inputs come from the contract or from a segment before it, and every output is made."""
+    known = {spec.name for spec in manifest.contract.inputs}
+    for segment in manifest.segments:
+        missing = [name for name in segment.inputs if name not in known]
+        if missing:
+            raise BundleError(f"segment {segment.file} needs {missing[0]!r}, which nothing before it makes")
+        known.update(segment.outputs)
+    unmade = [spec.name for spec in manifest.contract.outputs if spec.name not in known]
+    if unmade:
+        raise BundleError(f"no segment makes output {unmade[0]!r}", "compile the bundle again")
+
+
+def _check_memory(manifest: Manifest, layout: Layout, budget: int) -> None:
+    plan = manifest.plan
+    check_plan(plan, plan.budget_bytes)
+    try:
+        check_plan(plan, budget)
+    except BudgetError as error:
+        raise BudgetError(
+            f"board too small for {manifest.name} (compiled for {manifest.target}): {error.message}", error.hint
+        ) from None
+    slots = plan.phase("run").term("io_slots")
+    # A compiler may round each tensor less than the slab does; everything else it must have counted.
+    tensors = len(manifest.contract.inputs) + len(manifest.contract.outputs)
+    rounding = plan.slots * ALIGN * max(tensors, 1)
+    if slots is None or slots.nbytes + rounding < layout.nbytes:
+        raise BudgetError(
+            f"the plan counts {human(slots.nbytes if slots else 0)} for its {plan.slots} slots, "
+            f"which need {human(layout.nbytes)}",
+            "compile the bundle again",
+        )

@@ -1,0 +1,222 @@
+"""Small bundles made by hand: onnx graphs, and a manifest with a plan that holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from targets.arena import Arena
+from targets.budget import MemoryPlan, Phase, Term
+from targets.bundle import (
+    MANIFEST,
+    SCHEMA,
+    FileEntry,
+    Manifest,
+    Quantization,
+    SampleTensor,
+    Segment,
+    Source,
+    Verification,
+    dumps,
+    file_sha256,
+)
+from targets.tensor import Contract, DimRange, DType, TensorSpec
+
+MIB = 1 << 20
+ONNX_TYPES: dict[DType, int] = {
+    DType.BOOL: TensorProto.BOOL,
+    DType.UINT8: TensorProto.UINT8,
+    DType.INT8: TensorProto.INT8,
+    DType.UINT16: TensorProto.UINT16,
+    DType.INT16: TensorProto.INT16,
+    DType.UINT32: TensorProto.UINT32,
+    DType.INT32: TensorProto.INT32,
+    DType.UINT64: TensorProto.UINT64,
+    DType.INT64: TensorProto.INT64,
+    DType.FLOAT16: TensorProto.FLOAT16,
+    DType.FLOAT32: TensorProto.FLOAT,
+    DType.FLOAT64: TensorProto.DOUBLE,
+    DType.STRING: TensorProto.STRING,
+}
+"""Every type that both the protocol and numpy have."""
+
+
+def value_info(spec: TensorSpec) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(spec.name, ONNX_TYPES[spec.dtype], list(spec.shape))
+
+
+def model_of(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    weights: Mapping[str, np.ndarray[Any, Any]] | None = None,
+) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        list(nodes),
+        "test",
+        [value_info(spec) for spec in inputs],
+        [value_info(spec) for spec in outputs],
+        [onnx.numpy_helper.from_array(array, name) for name, array in (weights or {}).items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def plan_of(contract: Contract, slots: int = 2, **terms: int) -> MemoryPlan:
+    """A plan of modest terms, in bytes; `terms` replaces some of them in every phase."""
+    slot = sum(-(-spec.max_nbytes // 64) * 64 for spec in (*contract.inputs, *contract.outputs))
+    sizes = {"runtime": 150 * MIB, "weights": MIB, "activations": MIB, "io_slots": max(slot, 64) * slots, **terms}
+    kinds = {"runtime": "anonymous", "weights": "file", "activations": "anonymous", "io_slots": "shared"}
+    run = tuple(Term(name, kinds[name], nbytes) for name, nbytes in sizes.items())
+    return MemoryPlan(
+        budget_bytes=max(3400 * MIB, sum(sizes.values())),
+        slots=slots,
+        phases=(Phase("load", run[:2]), Phase("run", run)),
+        arena=Arena(height=0, lower_bound=0, alignment=64, buffers=()),
+    )
+
+
+def write_bundle(
+    folder: Path,
+    segments: Sequence[onnx.ModelProto],
+    contract: Contract,
+    sample: Mapping[str, np.ndarray[Any, Any]] | None = None,
+    **changes: Any,
+) -> Path:
+    """Write a bundle; `changes` replaces fields of its manifest. Tensors of 1 KiB and more are external data beside their graph."""
+    (folder / "segments").mkdir(parents=True)
+    for index, model in enumerate(segments):
+        _write_segment(folder, f"{index:02d}", model)
+    samples = []
+    for position, (name, array) in enumerate((sample or {}).items()):
+        (folder / "sample").mkdir(exist_ok=True)
+        file = f"sample/{position}.bin"
+        (folder / file).write_bytes(array.tobytes())
+        samples.append(SampleTensor(name, array.shape, file))
+    manifest = Manifest(
+        schema=SCHEMA,
+        name=folder.stem,
+        target="test-board",
+        runtime="onnxruntime",
+        source=Source("test.onnx", "0" * 64, "0" * 64),
+        contract=contract,
+        segments=tuple(_segment(f"segments/{index:02d}.onnx", model) for index, model in enumerate(segments)),
+        plan=plan_of(contract),
+        quantization=Quantization("none", {}, (), 0, 0),
+        verification=Verification("random", 0, ()),
+        sample=tuple(samples),
+        assets=(),
+        options={},
+        tools={},
+        files=(),
+    )
+    return rewrite(folder, manifest, **changes)
+
+
+def rewrite(folder: Path, manifest: Manifest, **changes: Any) -> Path:
+    """Write the manifest with some fields replaced and the digests of the files as they now are."""
+    names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+    files = tuple(FileEntry(name, (folder / name).stat().st_size, file_sha256(folder / name)) for name in names)
+    manifest = msgspec.structs.replace(manifest, **{"files": files, **changes})
+    (folder / MANIFEST).write_bytes(dumps(manifest))
+    return folder
+
+
+def _write_segment(folder: Path, name: str, model: onnx.ModelProto) -> None:
+    onnx.save(
+        model,
+        str(folder / "segments" / f"{name}.onnx"),
+        save_as_external_data=True,
+        location=f"{name}.bin",
+        size_threshold=1024,
+    )
+
+
+def _segment(file: str, model: onnx.ModelProto) -> Segment:
+    return Segment(file, tuple(i.name for i in model.graph.input), tuple(o.name for o in model.graph.output))
+
+
+def dense(name: str, dtype: DType, *shape: int | str, largest: int | None = None) -> TensorSpec:
+    """A specification whose size follows from its shape; `largest` elements where dimensions have names."""
+    count = largest if largest is not None else int(np.prod([int(size) for size in shape], dtype=np.int64))
+    itemsize = 64 if dtype is DType.STRING else dtype.bits // 8
+    return TensorSpec(name, dtype, shape, count * itemsize)
+
+
+# --- bundles that tests share
+
+
+def identity(folder: Path, dtype: DType, shape: tuple[int, ...] = (2, 3), slots: int = 2) -> Path:
+    """`y = x`."""
+    x, y = dense("x", dtype, *shape), dense("y", dtype, *shape)
+    model = model_of([helper.make_node("Identity", ["x"], ["y"])], [x], [y])
+    contract = Contract((x,), (y,), {})
+    return write_bundle(folder, [model], contract, plan=plan_of(contract, slots))
+
+
+def every_type(folder: Path) -> Path:
+    """One pair `in_T`, `out_T` per element type, each [2,3]; all are needed in a request."""
+    inputs = [dense(f"in_{dtype.oip}", dtype, 2, 3) for dtype in ONNX_TYPES]
+    outputs = [dense(f"out_{dtype.oip}", dtype, 2, 3) for dtype in ONNX_TYPES]
+    nodes = [helper.make_node("Identity", [i.name], [o.name]) for i, o in zip(inputs, outputs, strict=True)]
+    return write_bundle(folder, [model_of(nodes, inputs, outputs)], Contract(tuple(inputs), tuple(outputs), {}))
+
+
+def add(folder: Path, slots: int = 2) -> Path:
+    """`total = a + b`, `scaled = total * weight` over FP32[batch,8]; weight is external, in a segment of its own."""
+    a, b = (dense(name, DType.FLOAT32, "batch", 8, largest=32) for name in "ab")
+    total, scaled = (dense(name, DType.FLOAT32, "batch", 8, largest=32) for name in ("total", "scaled"))
+    weight = np.tile(np.arange(8, dtype=np.float32), (64, 1))
+    first = model_of([helper.make_node("Add", ["a", "b"], ["total"])], [a, b], [total])
+    second = model_of(
+        [
+            helper.make_node("Gather", ["weight", "row"], ["used"], axis=0),
+            helper.make_node("Mul", ["total", "used"], ["scaled"]),
+        ],
+        [total],
+        [scaled],
+        {"weight": weight, "row": np.array([0], np.int64)},
+    )
+    contract = Contract((a, b), (total, scaled), {"batch": DimRange(1, 1, 4)})
+    sample = {"a": np.ones((1, 8), np.float32), "b": np.ones((1, 8), np.float32)}
+    return write_bundle(folder, [first, second], contract, sample, plan=plan_of(contract, slots))
+
+
+def slow(folder: Path, slots: int = 2) -> Path:
+    """FP32 `y = x` after `turns` (INT64[1], up to 10^7) empty turns of a loop: takes as long as the request says."""
+    x, turns = dense("x", DType.FLOAT32, 4), dense("turns", DType.INT64, 1)
+    y = dense("y", DType.FLOAT32, 4)
+    state = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4]) for name in ("state", "state_out")]
+    condition = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "go_out")]
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["go_out"]), helper.make_node("Identity", ["state"], ["state_out"])],
+        "turn",
+        [helper.make_tensor_value_info("turn", TensorProto.INT64, []), condition[0], state[0]],
+        [condition[1], state[1]],
+    )
+    nodes = [
+        helper.make_node("Squeeze", ["turns"], ["count"]),
+        helper.make_node("Loop", ["count", "yes", "x"], ["y"], body=body),
+    ]
+    model = model_of(nodes, [x, turns], [y], {"yes": np.array(True)})
+    contract = Contract((x, turns), (y,), {})
+    return write_bundle(folder, [model], contract, plan=plan_of(contract, slots))
+
+
+def log_of(folder: Path) -> Path:
+    """`y = log(x)` over FP32[1,8]: NaN below zero, -infinity at zero."""
+    x, y = dense("x", DType.FLOAT32, 1, 8), dense("y", DType.FLOAT32, 1, 8)
+    model = model_of([helper.make_node("Log", ["x"], ["y"])], [x], [y])
+    return write_bundle(folder, [model], Contract((x,), (y,), {}))
+
+
+def growing(folder: Path) -> Path:
+    """`y` has as many zeros as `n` says; the plan has room for 16."""
+    n, y = dense("n", DType.INT64, 1), dense("y", DType.FLOAT32, "many", largest=16)
+    model = model_of([helper.make_node("ConstantOfShape", ["n"], ["y"])], [n], [y])
+    return write_bundle(folder, [model], Contract((n,), (y,), {}))
