@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_
 def compile_command(
     model: Annotated[Path, typer.Argument(help="ONNX file; external data beside it is mapped, not read into memory.")],
     target: Annotated[str, typer.Option(help="Board name (tightfit-targets list) or a board's .toml file.")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="Bundle to write, by custom NAME.tfb.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Bundle to write, NAME.tfb.")],
     scheme: Annotated[str, typer.Option(help="fp32, int8-dynamic, int8-weights or int4.")] = "fp32",
     shape: Annotated[
         list[str] | None,
@@ -35,7 +35,7 @@ def compile_command(
     name: Annotated[str, typer.Option(help="Model name that clients use; by default the file's.")] = "",
     asset: Annotated[list[Path] | None, typer.Option(help="File to carry in the bundle (labels, alphabet).")] = None,
     slots: Annotated[int, typer.Option(min=1, max=256, help="Requests that can be in memory at once.")] = 2,
-    max_error: Annotated[float | None, typer.Option(help="Fail when an output's relative L2 error exceeds this.")] = None,
+    max_error: Annotated[float | None, typer.Option(help="Fail when an output's relative L2 exceeds this.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing bundle of that name.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON, nothing else.")] = False,
 ) -> None:

@@ -29,10 +29,10 @@ SUFFIXES = (".npz", ".npy")
 def read_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
     """Arrays of an npz or npy file (the latter under the name ""); pickled objects are refused."""
     try:
-        with np.load(path, allow_pickle=False) if path.suffix == ".npz" else path.open("rb") as file:  # noqa: TID251
-            if path.suffix == ".npz":
-                return {name: file[name] for name in file.files}
-            return {"": np.load(file, allow_pickle=False)}  # noqa: TID251
+        if path.suffix == ".npy":
+            return {"": np.load(path, allow_pickle=False)}  # noqa: TID251 - the one place
+        with np.load(path, allow_pickle=False) as file:  # noqa: TID251
+            return {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise DataError(f"cannot read samples from {path}: {reason}", "write them with numpy.savez") from None
@@ -103,7 +103,9 @@ def _random(rng: np.random.Generator, spec: TensorSpec, sizes: Mapping[str, int]
     if spec.dtype is DType.STRING:
         return rng.choice(np.array(["alpha", "beta", "gamma"], object), shape)
     if spec.dtype.numpy is None:
-        raise DataError(f"input {spec.name!r} is {spec.dtype.value}, which numpy cannot hold", "give it float32 in front")
+        raise DataError(
+            f"input {spec.name!r} is {spec.dtype.value}, which numpy cannot hold", "give it float32 in front"
+        )
     dtype = np.dtype(spec.dtype.numpy)
     if dtype.kind == "f":
         return rng.standard_normal(shape).astype(dtype)

@@ -5,6 +5,7 @@ Nothing else in the compiler imports onnx or onnx_ir; `ir` is re-exported from h
 
 from __future__ import annotations
 
+import itertools
 import logging
 import stat
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from google.protobuf.message import DecodeError
 from compile.errors import ModelError
 from targets.tensor import DType, human
 
-__all__ = ["DTYPES", "constant", "contract_dtype", "ir", "load_model", "nodes_of", "weight_nbytes"]
+__all__ = ["DTYPES", "constant", "contract_dtype", "dims_of", "ir", "load_model", "nodes_of", "weight_nbytes"]
 
 # onnx-ir reports every recovered oddity of a model as a warning; what matters is an error of ours.
 logging.getLogger("onnx_ir").setLevel(logging.ERROR)
@@ -148,7 +149,9 @@ def _external_file(folder: Path, location: str, name: str, model: Path) -> Path:
     if not stat.S_ISREG(info.st_mode):
         raise ModelError(f"{model}: weight file {location} is not a plain file", "copy it again")
     if info.st_nlink > 1:
-        raise ModelError(f"{model}: weight file {location} has a second hard link", "copy the file instead of linking it")
+        raise ModelError(
+            f"{model}: weight file {location} has a second hard link", "copy the file instead of linking it"
+        )
     with file.open("rb") as opened:
         if opened.read(23) == b"version https://git-lfs":
             raise ModelError(f"{model}: weight file {location} is a git-lfs pointer", "run `git lfs pull`")
@@ -157,14 +160,17 @@ def _external_file(folder: Path, location: str, name: str, model: Path) -> Path:
 
 def _check_overlap(file: Path, spans: list[tuple[int, int, str]], model: Path) -> None:
     """Equal ranges are sharing; ranges that only touch a part of each other are a mistake or an attack."""
-    for (start, end, name), (next_start, next_end, other) in zip(spans, spans[1:], strict=False):
+    for (start, end, name), (next_start, next_end, other) in itertools.pairwise(spans):
         if next_start < end and (start, end) != (next_start, next_end):
-            raise ModelError(f"{model}: tensors {name!r} and {other!r} overlap in {file.name}", "export the model again")
+            raise ModelError(
+                f"{model}: tensors {name!r} and {other!r} overlap in {file.name}", "export the model again"
+            )
 
 
 def _graphs(model: ir.Model) -> Iterator[ir.Graph | ir.Function]:
     """The main graph, every subgraph below it, and the same of every function."""
-    for top in (model.graph, *model.functions.values()):
+    tops: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for top in tops:
         yield top
         for node in ir.traversal.RecursiveGraphIterator(top):
             for attribute in node.attributes.values():
@@ -199,6 +205,11 @@ def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
     if value is None or value.const_value is None or value.is_graph_input():
         return None
     return value.const_value
+
+
+def dims_of(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+    """A constant's shape; constants have no symbolic dimensions."""
+    return tuple(dim for dim in tensor.shape if isinstance(dim, int))
 
 
 def weight_nbytes(model: ir.Model) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from compile import memory
-from compile.backends.base import Backend, Lowered, Trace, backend
+from compile.backends.base import Backend, Trace, backend
 from compile.calibrate import Sample, corners, random_samples, read_samples
 from compile.errors import ModelError, OptionError
 from compile.graph import ir, load_model, weight_nbytes
@@ -22,14 +22,14 @@ from compile.passes.fold import FoldConstants
 from compile.passes.normalize import FixNames, InferShapes, InlineFunctions, LiftConstants, RemoveDeadCode, SortNodes
 from compile.quantize.schemes import Scheme, choose_scheme
 from compile.report import report_json
-from compile.shapes import ShapeRequest, bind_shapes, build_contract, input_shapes, sizes_at
+from compile.shapes import ShapeRequest, bind_shapes, build_contract
 from compile.verify import FLOAT_LIMIT, compare
 from compile.writer import BundleWriter
 from targets.board import Board
-from targets.budget import budget_bytes, check_plan
+from targets.budget import MemoryPlan, budget_bytes, check_plan
 from targets.bundle import NAME, SCHEMA, Manifest, Quantization, SampleTensor, Segment, Source, Verification
 from targets.bundle import file_sha256 as sha256_of
-from targets.tensor import Contract, DimRange, human
+from targets.tensor import Contract, DimRange
 
 SEGMENT = "segments/00.onnx"
 WEIGHTS = "weights.bin"
@@ -85,7 +85,9 @@ class Progress:
         """Something that the person should know."""
 
 
-def compile_model(source: Path, board: Board, out: Path, options: Options, progress: Progress | None = None) -> Manifest:
+def compile_model(
+    source: Path, board: Board, out: Path, options: Options, progress: Progress | None = None
+) -> Manifest:
     """Compile an ONNX file for a board into the bundle `out`; returns its manifest.
 
     Raises a TightfitError that names what is wrong; then `out` is as it was before.
@@ -110,7 +112,7 @@ def compile_model(source: Path, board: Board, out: Path, options: Options, progr
     run_passes(model, (RemoveDeadCode(), FixNames(), SortNodes()))
 
     with BundleWriter(out, options.overwrite) as writer:
-        progress.phase("quantize and write", sum(v.const_value.nbytes for v in _initializers(model)))
+        progress.phase("quantize and write", sum(tensor.nbytes for tensor in _initializers(model)))
         _strip_metadata(model, writer)
         writer.add_graph(SEGMENT, WEIGHTS, model, progress.advance)
         weight_bytes = weight_nbytes(model)
@@ -158,7 +160,7 @@ def compile_model(source: Path, board: Board, out: Path, options: Options, progr
 
 def _model_name(text: str) -> str:
     """A file name as a model name: what stands in URLs and topics has a narrow alphabet."""
-    name = "".join(c if c.isalnum() and c.isascii() or c in "._-" else "-" for c in text).lstrip("._-")[:100]
+    name = "".join(c if (c.isalnum() and c.isascii()) or c in "._-" else "-" for c in text).lstrip("._-")[:100]
     if not NAME.fullmatch(name):
         raise OptionError(f"no model name can be made of {text!r}", "give one with --name")
     return name
@@ -200,8 +202,8 @@ def _samples(model: ir.Model, contract: Contract, options: Options, progress: Pr
     return random_samples(model, contract, corners(contract.dims)), "random"
 
 
-def _initializers(model: ir.Model) -> Iterator[ir.Value]:
-    return (value for value in model.graph.initializers.values() if value.const_value is not None)
+def _initializers(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    return (v.const_value for v in model.graph.initializers.values() if v.const_value is not None)
 
 
 def _strip_metadata(model: ir.Model, writer: BundleWriter) -> None:
@@ -229,7 +231,7 @@ def _plan(
     model: ir.Model,
     contract: Contract,
     slots: int,
-) -> memory.MemoryPlan:
+) -> MemoryPlan:
     arena = memory.place(memory.activation_buffers(trace))
     practical = memory.arena_in_practice(
         arena.height, lambda size: runtime.runs_within(segment, settings, largest, size, trace)

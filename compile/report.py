@@ -6,11 +6,12 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from targets.budget import KINDS, MemoryPlan
 from targets.bundle import Manifest, Quantization, Verification
-from targets.tensor import human
+from targets.tensor import TensorSpec, human
 
 
 def report_json(
@@ -39,7 +40,11 @@ def memory_summary(plan: MemoryPlan) -> dict[str, Any]:
     """Every phase by term, its total and its share of the budget."""
     return {
         "budget_bytes": plan.budget_bytes,
-        "arena": {"height": plan.arena.height, "lower_bound": plan.arena.lower_bound, "buffers": len(plan.arena.buffers)},
+        "arena": {
+            "height": plan.arena.height,
+            "lower_bound": plan.arena.lower_bound,
+            "buffers": len(plan.arena.buffers),
+        },
         "phases": {
             phase.name: {
                 "total_bytes": phase.total_bytes,
@@ -55,10 +60,8 @@ def print_report(manifest: Manifest, console: Console) -> None:
     """The tables of `inspect`, and of the end of a compilation."""
     q, v = manifest.quantization, manifest.verification
     console.print(f"[bold]{manifest.name}[/] version {manifest.version} for {manifest.target} ({manifest.runtime})")
-    console.print("takes  " + "; ".join(s.describe() for s in manifest.contract.inputs[:8]) + _more(manifest.contract.inputs))
-    console.print(
-        "gives  " + "; ".join(s.describe() for s in manifest.contract.outputs[:8]) + _more(manifest.contract.outputs)
-    )
+    console.print(f"takes  {_specs(manifest.contract.inputs)}")
+    console.print(f"gives  {_specs(manifest.contract.outputs)}")
     for name, dim in manifest.contract.dims.items():
         console.print(f"       {name} = {dim}")
     ratio = q.source_weight_bytes / max(q.weight_bytes, 1)
@@ -70,12 +73,15 @@ def print_report(manifest: Manifest, console: Console) -> None:
     _print_memory(manifest.plan, console)
 
 
-def _more(specs: tuple[Any, ...]) -> str:
-    return f"; and {len(specs) - 8} more" if len(specs) > 8 else ""
+def _specs(specs: tuple[TensorSpec, ...]) -> str:
+    more = f"; and {len(specs) - 8} more" if len(specs) > 8 else ""
+    return escape("; ".join(spec.describe() for spec in specs[:8])) + more
 
 
 def _print_operators(q: Quantization, console: Console) -> None:
-    table = Table("operator", "count", "weights", "what became of it", title="Operators with weights", title_justify="left")
+    table = Table(
+        "operator", "count", "weights", "what became of it", title="Operators with weights", title_justify="left"
+    )
     for op, count in q.quantized.items():
         table.add_row(op, str(count), "", "quantized")
     for left in q.left:
@@ -97,7 +103,9 @@ def _print_errors(v: Verification, console: Console) -> None:
 
 
 def _print_memory(plan: MemoryPlan, console: Console) -> None:
-    table = Table("phase", "term", "kind", "bytes", title=f"Memory, budget {human(plan.budget_bytes)}", title_justify="left")
+    table = Table(
+        "phase", "term", "kind", "bytes", title=f"Memory, budget {human(plan.budget_bytes)}", title_justify="left"
+    )
     for phase in plan.phases:
         for term in phase.terms:
             table.add_row(phase.name, term.name, term.kind, human(term.nbytes))

@@ -16,7 +16,7 @@ import numpy as np
 
 from compile.backends.ort_lowering import STORAGE
 from compile.errors import OptionError
-from compile.graph import ir
+from compile.graph import dims_of, ir
 from targets.bundle import MANIFEST, FileEntry, Manifest, dumps
 
 PAGE = 4096
@@ -134,13 +134,19 @@ class _TensorSink:
             self._placed[key] = (start, self.nbytes - start)
         offset, length = self._placed[key]
         return ir.ExternalTensor(
-            location, offset, length, tensor.dtype, shape=ir.Shape(tensor.shape), name=name, base_dir=self.path.parent
+            location,
+            offset,
+            length,
+            tensor.dtype,
+            shape=ir.Shape(dims_of(tensor)),
+            name=name,
+            base_dir=self.path.parent,
         )
 
     def _write_tensor(self, tensor: ir.TensorProtocol) -> None:
         if isinstance(tensor, ir.ExternalTensor):
             # Straight from the mapped source, a piece at a time, so that no tensor is ever whole in memory.
-            view = memoryview(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8))
+            view = memoryview(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data)
             for start in range(0, len(view), 8 << 20):
                 self._write(view[start : start + (8 << 20)])
         else:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from compile.backends import ort_footprint, ort_lowering
-from compile.backends.base import Lowered, Step, Tensors, Trace, one_line
+from compile.backends.base import Step, Tensors, Trace, one_line
 from compile.errors import VerificationError
 from compile.graph import ir
 from compile.quantize.schemes import Scheme
@@ -56,14 +56,14 @@ class OrtModel:
     def __init__(self, path: Path, options: onnxruntime.SessionOptions) -> None:
         try:
             self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - its exceptions share no base class
             raise VerificationError(f"onnxruntime cannot load {path.name}: {one_line(error)}") from None
         self.outputs = [output.name for output in self._session.get_outputs()]
 
     def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
         try:
             values = self._session.run(None, dict(inputs))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - its exceptions share no base class
             raise VerificationError(f"onnxruntime cannot run the model: {one_line(error)}") from None
         return dict(zip(self.outputs, values, strict=True))
 
@@ -140,7 +140,7 @@ def _ask(folder: Path, request: dict[str, Any], inputs: Tensors) -> dict[str, An
 
 def _observing_process(request: dict[str, Any]) -> dict[str, Any]:
     folder = Path(request["folder"])
-    with np.load(folder / "inputs.npz", allow_pickle=False) as file:  # noqa: TID251 - our own file, no pickle
+    with np.load(folder / "inputs.npz", allow_pickle=False) as file:
         inputs = {name: file[name] for name in file.files}
     inputs = {k: v.astype(object) if v.dtype.kind == "U" else v for k, v in inputs.items()}
     _register_arena(request.get("arena", 1 << 20), request.get("cap", 0))
@@ -173,7 +173,12 @@ def _register_arena(initial: int, cap: int) -> None:
         "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
     )
     config = onnxruntime.OrtArenaCfg(
-        {"max_mem": cap, "arena_extend_strategy": 0, "initial_chunk_size_bytes": initial, "max_dead_bytes_per_chunk": -1}
+        {
+            "max_mem": cap,
+            "arena_extend_strategy": 0,  # kNextPowerOfTwo: the only one that honours the first chunk's size
+            "initial_chunk_size_bytes": initial,
+            "max_dead_bytes_per_chunk": -1,
+        }
     )
     onnxruntime.create_and_register_allocator(memory, config)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from compile.backends.base import Lowered
-from compile.graph import constant, ir, nodes_of
+from compile.graph import constant, dims_of, ir, nodes_of
 from compile.passes.base import run_passes
 from compile.passes.normalize import LiftOpset
 from compile.quantize.blockwise import BlockFormat, Once, quantize_matrix
@@ -47,11 +47,11 @@ class Weight:
 
     @property
     def n(self) -> int:
-        return int(self.tensor.shape[0 if self.transposed else 1])
+        return dims_of(self.tensor)[0 if self.transposed else 1]
 
     @property
     def k(self) -> int:
-        return int(self.tensor.shape[1 if self.transposed else 0])
+        return dims_of(self.tensor)[1 if self.transposed else 0]
 
     @property
     def key(self) -> str:
@@ -122,7 +122,7 @@ class _Rewriter:
         if data is None:
             raise _Leave("no data input")
         tensor = constant(bias)
-        if bias is None or (tensor is not None and tuple(tensor.shape) == (weight.n,)):
+        if bias is None or (tensor is not None and dims_of(tensor) == (weight.n,)):
             self._replace(node, self._multiply(node, data, weight, bias))
             return
         product = self._multiply(node, data, weight, None)
@@ -160,13 +160,11 @@ class _Rewriter:
             raise _Leave("the kernel is computed")
         self._require_float(tensor)
         name = kernel.name or ""
-        codes = self._lazy(f"{name}.int8", ir.DataType.INT8, tuple(tensor.shape), _channel_codes(tensor, name, 0))
-        scales = self._lazy(
-            f"{name}.scale", ir.DataType.FLOAT, (int(tensor.shape[0]),), _channel_scales(tensor, name, 0)
-        )
+        codes = self._lazy(f"{name}.int8", ir.DataType.INT8, dims_of(tensor), _channel_codes(tensor, name, 0))
+        scales = self._lazy(f"{name}.scale", ir.DataType.FLOAT, dims_of(tensor)[:1], _channel_scales(tensor, name, 0))
         restore = ir.node("DequantizeLinear", [codes, scales], {"axis": 0}, name=f"{node.name}.weight")
         restore.outputs[0].name = f"{node.name}.weight"
-        node.graph.insert_before(node, restore) if node.graph is not None else None
+        _graph_of(node).insert_before(node, restore)
         node.replace_input_with(1, restore.outputs[0])
 
     # -- matrices ----------------------------------------------------------------------------------------
@@ -289,9 +287,13 @@ class _Rewriter:
         for step in new[:-1]:
             step.outputs[0].name = f"{step.name}.out"
         result.name, result.type, result.shape = old.name, old.type, old.shape
-        graph = node.graph
-        assert graph is not None
-        ir.convenience.replace_nodes_and_values(graph, node, [node], list(new), [old], [result])
+        ir.convenience.replace_nodes_and_values(_graph_of(node), node, [node], list(new), [old], [result])
+
+
+def _graph_of(node: ir.Node) -> ir.Graph | ir.Function:
+    if node.graph is None:
+        raise ValueError(f"node {node.name!r} was already replaced")
+    return node.graph
 
 
 def _channel_codes(tensor: ir.TensorProtocol, name: str, axis: int, transpose: bool = False) -> Callable[[], Any]:
@@ -308,4 +310,4 @@ def _channel_scales(tensor: ir.TensorProtocol, name: str, axis: int) -> Callable
 
 def _attribute(node: ir.Node, name: str, default: float) -> float:
     attribute = node.attributes.get(name)
-    return default if attribute is None else attribute.value  # type: ignore[no-any-return]
+    return default if attribute is None else attribute.value

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import onnx_ir.passes.common as common
-from onnx_ir.passes import PassError, Sequential
+from onnx_ir.passes import PassError, Sequential, common
 from onnxscript.version_converter import ConvertVersionPass
 
 from compile.errors import ModelError
@@ -21,7 +20,7 @@ class InlineFunctions(Pass):
     ensures: ClassVar = ("no_functions",)
 
     def apply(self, model: ir.Model) -> None:
-        Sequential(common.InlinePass(), common.RemoveUnusedFunctionsPass())(model)
+        Sequential(common.InlinePass(), common.RemoveUnusedFunctionsPass())(model)  # type: ignore[no-untyped-call]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +81,9 @@ class RemoveDeadCode(Pass):
     """Drop Identity nodes, nodes whose results nobody reads, unused weights and unused opset imports."""
 
     def apply(self, model: ir.Model) -> None:
-        Sequential(
-            common.IdentityEliminationPass(), common.RemoveUnusedNodesPass(), common.RemoveUnusedOpsetsPass()
-        )(model)
+        Sequential(common.IdentityEliminationPass(), common.RemoveUnusedNodesPass(), common.RemoveUnusedOpsetsPass())(
+            model
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,7 +87,7 @@ def _pack(codes: UInt8, bits: int) -> UInt8:
     if bits == 8:
         return codes
     low, high = codes[..., 0::2], codes[..., 1::2]
-    packed = low.copy()
+    packed: UInt8 = low.copy()
     packed[..., : high.shape[-1]] |= high << 4
     return packed
 
