@@ -1,11 +1,103 @@
-"""Where onnxruntime keeps weights: which it copies when it lays them out anew, and which stay in the mapped file."""
+"""Where onnxruntime keeps weights: which it copies when it lays them out anew, and which stay in the mapped file.
+
+Found by measuring sessions of onnxruntime 1.32 on x86-64 (proportional set size by kind, before and after load):
+kernels that prepack own a copy and drop the mapping of their source; everything else is read through the mapping.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from compile.backends.base import WeightFootprint
-from compile.graph import ir
+from compile.graph import constant, dims_of, ir, nodes_of
+from compile.writer import INLINE_BYTES
+
+# Graph, kernel and execution-plan objects of one node; between 4.5 and 6.2 KiB on the models measured.
+SESSION_BYTES_PER_NODE = 5632
 
 
 def weight_footprint(model: ir.Model) -> WeightFootprint:
-    heap = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
-    return WeightFootprint(heap, 0, 0)
+    """Bytes on the heap and in the mapping after load; a weight that one user copies and another maps counts twice."""
+    heap: dict[str, int] = {}
+    mapped: dict[str, int] = {}
+    nodes = 0
+    for node in nodes_of(model):
+        nodes += 1
+        copied = dict(_copied(node))
+        for index, value in enumerate(node.inputs):
+            tensor = constant(value)
+            if value is None or tensor is None or tensor.nbytes < INLINE_BYTES:
+                continue
+            key = value.name or ""
+            if index in copied:
+                heap[key] = copied[index]
+            else:
+                mapped[key] = tensor.nbytes
+    return WeightFootprint(sum(heap.values()), sum(mapped.values()), nodes * SESSION_BYTES_PER_NODE)
+
+
+def _copied(node: ir.Node) -> Iterator[tuple[int, int]]:
+    """(input index, bytes of the copy) for every constant input that the node's kernel lays out anew."""
+    rule = _RULES.get(node.op_type)
+    if rule is not None:
+        yield from rule(node)
+
+
+def _up(value: int, to: int) -> int:
+    return -(-value // to) * to
+
+
+def _float_matrix(node: ir.Node) -> Iterator[tuple[int, int]]:
+    """MLAS packs B in panels of 16 columns."""
+    tensor = constant(node.inputs[1])
+    if tensor is None or tensor.dtype != ir.DataType.FLOAT:
+        return
+    dims = dims_of(tensor)
+    if len(dims) != 2:
+        yield 1, tensor.nbytes
+        return
+    transposed = node.op_type == "Gemm" and "transB" in node.attributes and node.attributes["transB"].as_int() == 1
+    k, n = dims[::-1] if transposed else dims
+    yield 1, k * _up(n, 16) * 4
+
+
+def _block_matrix(node: ir.Node) -> Iterator[tuple[int, int]]:
+    """Codes, a scale and a sum for each block; the source's scales are dropped with its codes."""
+    codes = constant(node.inputs[1])
+    if codes is None:
+        return
+    n, blocks, blob = dims_of(codes)
+    yield 1, n * blocks * (blob + 4 + 4)
+    yield 2, 0
+
+
+def _int8_matrix(node: ir.Node) -> Iterator[tuple[int, int]]:
+    codes = constant(node.inputs[1])
+    if codes is None:
+        return
+    k, n = dims_of(codes)
+    yield 1, _up(k, 4) * _up(n, 16) + 4 * n
+
+
+def _whole(*inputs: int) -> Callable[[ir.Node], Iterator[tuple[int, int]]]:
+    """Kernels whose copy is as large as the source."""
+
+    def rule(node: ir.Node) -> Iterator[tuple[int, int]]:
+        for index in inputs:
+            tensor = constant(node.inputs[index]) if index < len(node.inputs) else None
+            if tensor is not None:
+                yield index, tensor.nbytes
+
+    return rule
+
+
+_RULES: dict[str, Callable[[ir.Node], Iterator[tuple[int, int]]]] = {
+    "MatMul": _float_matrix,
+    "Gemm": _float_matrix,
+    "MatMulNBits": _block_matrix,
+    "DynamicQuantizeMatMul": _int8_matrix,
+    "Conv": _whole(1, 2),
+    "ConvTranspose": _whole(1),
+    "LSTM": _whole(1, 2),
+    "GRU": _whole(1, 2),
+}
