@@ -21,7 +21,7 @@ WANTED = Path(__file__).resolve().parent.parent / "scripts" / "demo.png"
 
 def draw() -> Pixels:
     """A slightly noisy, slightly blurred sign, 48 pixels high; red, green, blue."""
-    sign = render(TEXT, font("dejavu/DejaVuSans.ttf", 32), paper=225, ink=40)
+    sign = render(TEXT, font("DejaVuSans.ttf", 32), paper=225, ink=40)
     width = round(sign.shape[1] * HEIGHT / sign.shape[0])
     small = cv2.resize(sign, (width, HEIGHT), interpolation=cv2.INTER_AREA).astype(np.float32)
     shade = np.linspace(1.0, 0.8, width, dtype=np.float32)[None, :, None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -41,6 +42,8 @@ MODEL = "ppocr-v6-rec"
 TARGET = "raspberry-pi-5-4gb"
 SHAPE = "x=1,3,48,320..1600"
 """Both sets stay below 1600 columns."""
+REPEATS = 3
+"""The best of so many runs counts as a line's time, so that other work on the machine weighs less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +63,19 @@ class Row:
 def read_lines(
     run: Callable[[Floats], Array], lines: Sequence[Line], alphabet: Sequence[str]
 ) -> tuple[list[str], float]:
-    """What the model reads on every line, and the seconds that inference took without pre- and post-processing."""
+    """What the model reads on every line, and the seconds of inference without pre- and post-processing."""
     texts: list[str] = []
-    seconds = 0.0
+    total = 0.0
     for line in lines:
         feed = preprocess(line.image)
-        start = time.perf_counter()
-        scores = run(feed)
-        seconds += time.perf_counter() - start
+        best = math.inf
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            scores = run(feed)
+            best = min(best, time.perf_counter() - start)
+        total += best
         texts.append(decode(scores[0], alphabet))
-    return texts, seconds
+    return texts, total
 
 
 def measure(schemes: Sequence[str]) -> list[Row]:
@@ -136,7 +142,10 @@ def as_markdown(rows: Sequence[Row], machine: dict[str, str]) -> str:
         for r in rows
     ]
     lines += ["", "Measured on: " + ", ".join(f"{key} {value}" for key, value in machine.items()) + ".", ""]
-    lines += ["The times are those of this machine, not of the board.", ""]
+    lines += [
+        f"The times are those of this machine, not of the board: best of {REPEATS} for a line, mean over all lines.",
+        "",
+    ]
     return "\n".join(lines)
 
 

@@ -22,14 +22,15 @@ from PIL import Image, ImageDraw, ImageFont
 
 from targets.errors import TightfitError
 
-FONT_FOLDER = Path("/usr/share/fonts/truetype")
+# Debian 13 has Liberation 2 in `liberation`, earlier releases in `liberation2`.
+FONT_FOLDERS = tuple(Path("/usr/share/fonts/truetype") / name for name in ("dejavu", "liberation2", "liberation"))
 FONTS = (
-    "dejavu/DejaVuSans.ttf",
-    "dejavu/DejaVuSerif.ttf",
-    "dejavu/DejaVuSansMono.ttf",
-    "dejavu/DejaVuSans-Bold.ttf",
-    "liberation2/LiberationSans-Regular.ttf",
-    "liberation2/LiberationSerif-Italic.ttf",
+    "DejaVuSans.ttf",
+    "DejaVuSerif.ttf",
+    "DejaVuSansMono.ttf",
+    "DejaVuSans-Bold.ttf",
+    "LiberationSans-Regular.ttf",
+    "LiberationSerif-Italic.ttf",
 )
 DIGITS_FOLDER = Path("/usr/share/doc/opencv-doc")
 ROAD_AND_PAPER = """
@@ -63,11 +64,11 @@ class Line:
 
 def font(name: str, size: int) -> ImageFont.FreeTypeFont:
     """A font of `FONTS`; raises DataError naming the package that brings it."""
-    path = FONT_FOLDER / name
-    if not path.is_file():
-        package = "fonts-dejavu-core" if name.startswith("dejavu/") else "fonts-liberation2"
-        raise DataError(f"font {path} is missing", f"apt-get install {package}")
-    return ImageFont.truetype(str(path), size)
+    for folder in FONT_FOLDERS:
+        if (folder / name).is_file():
+            return ImageFont.truetype(str(folder / name), size)
+    package = "fonts-dejavu-core" if name.startswith("DejaVu") else "fonts-liberation2 (or fonts-liberation)"
+    raise DataError(f"font {name} is not installed", f"apt-get install {package}")
 
 
 def printed_lines(count: int = 200, seed: int = 0) -> Iterator[Line]:

@@ -55,14 +55,14 @@ make_venv() {
     wanted=$({ cat "$root/pyproject.toml"; echo "$extras"; "$python" -VV; echo "$root"; } | sha256sum)
     if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
         say "preparing .venv with [$extras] (once; some minutes)"
-        if [[ ! -x $venv/bin/python || $("$venv/bin/python" -VV 2>&1) != $("$python" -VV) ]]; then
+        if [[ ! -x $venv/bin/python || $("$venv/bin/python" -VV 2>&1) != "$("$python" -VV)" ]]; then
             if ! "$python" -m venv --clear "$venv" >/dev/null 2>&1; then
                 # Debian keeps ensurepip in a package of its own.
                 apt_install python3-venv
                 "$python" -m venv --clear "$venv" >/dev/null || fail "$python -m venv failed"
             fi
         fi
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -e "$root[$extras]" 9>&- ||
+        "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input -e "$root[$extras]" 9>&- ||
             fail "pip could not install the dependencies (is the package index reachable?)"
         echo "$wanted" >"$stamp"
     fi
