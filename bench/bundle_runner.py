@@ -15,13 +15,13 @@ from targets.bundle import Manifest, read_manifest, verify_files
 Array = NDArray[Any]
 
 
-def session_of(path: Path, threads: int, prepack: bool = True) -> ort.InferenceSession:
+def session_of(path: Path, threads: int, settings: Mapping[str, str] | None = None) -> ort.InferenceSession:
     """A session on the CPU."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if not prepack:
-        options.add_session_config_entry("session.disable_prepacking", "1")
+    own = {key: value for key, value in (settings or {}).items() if key != "session.use_env_allocators"}
+    for key, value in {"session.intra_op.allow_spinning": "0", **own}.items():
+        options.add_session_config_entry(key, value)
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
@@ -32,7 +32,7 @@ class BundleRunner:
         self.manifest: Manifest = read_manifest(folder)
         verify_files(folder, self.manifest)
         self._steps = [
-            (segment, session_of(folder / segment.file, threads, segment.prepack)) for segment in self.manifest.segments
+            (segment, session_of(folder / segment.file, threads, segment.settings)) for segment in self.manifest.segments
         ]
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:

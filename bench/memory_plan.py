@@ -100,11 +100,10 @@ def measure(bundle: Path) -> Measured:
     manifest = read_manifest(bundle)
     with cgroup() as group:
         process = subprocess.Popen(
-            [sys.executable, "-m", "agent", "serve", "--bundle", str(bundle), "--port", "0"],
+            [*joining(group), sys.executable, "-m", "agent", "serve", "--bundle", str(bundle), "--port", "0"],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            preexec_fn=(lambda: (group / "cgroup.procs").write_text(str(os.getpid()))) if group else None,
         )
         try:
             assert process.stdout is not None
@@ -119,6 +118,11 @@ def measure(bundle: Path) -> Measured:
         finally:
             process.terminate()
             process.wait(30)
+
+
+def joining(group: Path | None) -> list[str]:
+    """A command in front of another that puts itself, and so the other, into the cgroup."""
+    return ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"] if group else []
 
 
 class Watch:
@@ -137,13 +141,17 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        self._sample()
 
     def _watch(self) -> None:
         while not self._stop.wait(0.02):
-            parts = [pss_by_kind(pid) for pid in self._pids]
-            kinds = {kind: sum(part.get(kind, 0) for part in parts) for kind in KINDS}
-            if sum(kinds.values()) > sum(self.peak.values()):
-                self.peak = kinds
+            self._sample()
+
+    def _sample(self) -> None:
+        parts = [pss_by_kind(pid) for pid in self._pids]
+        kinds = {kind: sum(part.get(kind, 0) for part in parts) for kind in KINDS}
+        if sum(kinds.values()) > sum(self.peak.values()):
+            self.peak = kinds
 
 
 async def fill_slots(url: str, manifest: Manifest) -> None:

@@ -53,7 +53,6 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    prepack: bool = True
     settings: dict[str, str] = {}
 
 

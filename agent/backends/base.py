@@ -20,10 +20,18 @@ Array = NDArray[np.generic]
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """How a segment is loaded. `prepack`: whether the runtime may lay weights out anew (costs anonymous memory)."""
+    """How a segment is loaded; `settings` are the runtime's own, and what the bundle's plan rests on."""
 
     threads: int
-    prepack: bool
+    settings: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ArenaOptions:
+    """The arena that all sessions share, in bytes: its first chunk is the plan, and past the cap a run fails."""
+
+    planned_bytes: int
+    cap_bytes: int
 
 
 class BackendError(AgentError):
@@ -45,7 +53,7 @@ class Backend(Protocol):
         """Name and version of the runtime."""
         ...
 
-    def prepare(self) -> None:
+    def prepare(self, arena: ArenaOptions) -> None:
         """Once per process, before the first session."""
         ...
 

@@ -17,11 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from agent import log
-from agent.backends.base import Array, BackendError, Session, SessionOptions, open_backend
+from agent.backends.base import ArenaOptions, Array, BackendError, Session, SessionOptions, open_backend
 from agent.engine.channel import Done, Failed, Layout, Load, Ready, Run, RunError, Slab, receive_in_engine, send
 from agent.errors import AgentError, Reason, RefusedError
 from agent.memory import pss_by_kind
 from agent.strings import pack_strings, unpack_strings
+from targets.budget import MemoryPlan
 from targets.bundle import Manifest, Segment, read_manifest, safe_path
 from targets.errors import BundleError, TightfitError
 from targets.tensor import DType, TensorSpec, human
@@ -39,12 +40,15 @@ class Engine:
         self._segments = manifest.segments
         self._slab = slab
         backend = open_backend(manifest.runtime)
-        backend.prepare()
+        arena = _arena(manifest.plan)
+        backend.prepare(arena)
         self.runtime = backend.describe()
         self._sessions: list[Session] = [
-            backend.load_session(safe_path(folder, s.file), SessionOptions(threads, s.prepack)) for s in self._segments
+            backend.load_session(safe_path(folder, s.file), SessionOptions(threads, s.settings)) for s in self._segments
         ]
         self._last_use = _last_uses(self._segments)
+        # Loading leaves behind what optimizing the graphs took; it would otherwise stay until the process ends.
+        ctypes.CDLL(None).malloc_trim(0)
 
     def run(self, run: Run) -> Done:
         """Run what stands in the slot and leave the outputs there. Raises BackendError or RefusedError."""
@@ -91,6 +95,14 @@ class Engine:
             )
         region[: data.nbytes] = data
         return index, value.shape, data.nbytes
+
+
+def _arena(plan: MemoryPlan) -> ArenaOptions:
+    """The plan's arena, and as its cap all that the budget leaves beside what the runtime's allocator does not see."""
+    run = plan.phase("run")
+    planned = sum(term.nbytes for name in ("activations", "workspace") if (term := run.term(name)) is not None)
+    elsewhere = sum(term.nbytes for name in ("runtime", "io_slots", "bodies") if (term := run.term(name)) is not None)
+    return ArenaOptions(planned, max(plan.budget_bytes - elsewhere, planned))
 
 
 def _last_uses(segments: tuple[Segment, ...]) -> dict[str, int]:
