@@ -21,7 +21,7 @@ from agent.memory import pss_by_kind
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # A `_created` series beside every counter would double the text and tell nothing that a scraper uses.
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # From what a tiny model needs (half a millisecond) to what nobody waits for.
 _BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

@@ -88,7 +88,7 @@ def write_bundle(
     sample: Mapping[str, np.ndarray[Any, Any]] | None = None,
     **changes: Any,
 ) -> Path:
-    """Write a bundle; `changes` replaces fields of its manifest. Tensors of 1 KiB and more are external data beside their graph."""
+    """Write a bundle; `changes` replaces fields of its manifest. Tensors of 1 KiB and more are external data."""
     (folder / "segments").mkdir(parents=True)
     for index, model in enumerate(segments):
         _write_segment(folder, f"{index:02d}", model)

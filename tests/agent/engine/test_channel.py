@@ -1,0 +1,94 @@
+"""The slab and the socket, both ends in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.engine import channel
+from agent.engine.channel import Done, Layout, Run, RunError, Slab
+from agent.errors import AgentError
+from targets.tensor import Contract, DType, TensorSpec
+
+sizes = st.lists(st.integers(0, 300), min_size=1, max_size=5)
+
+
+def contract_of(inputs: list[int], outputs: list[int]) -> Contract:
+    return Contract(
+        tuple(TensorSpec(f"i{n}", DType.UINT8, (size,), size) for n, size in enumerate(inputs)),
+        tuple(TensorSpec(f"o{n}", DType.UINT8, (size,), size) for n, size in enumerate(outputs)),
+        {},
+    )
+
+
+@given(sizes, sizes, st.integers(1, 4))
+def test_every_tensor_has_a_place_of_its_own(inputs: list[int], outputs: list[int], slots: int) -> None:
+    layout = Layout.of(contract_of(inputs, outputs), slots)
+    places = [
+        (slot * layout.slot_bytes + start, size)
+        for slot in range(slots)
+        for start, size in (*layout.inputs, *layout.outputs)
+    ]
+    for (start, size), (following, _) in zip(places, [*places[1:], (layout.nbytes, 0)], strict=True):
+        assert start % channel.ALIGN == 0
+        assert start + size <= following
+    assert [size for _, size in (*layout.inputs, *layout.outputs)] == [*inputs, *outputs]
+
+
+def test_both_ends_see_one_memory() -> None:
+    layout = Layout.of(contract_of([5], [3]), 2)
+    gateway = Slab.create(layout)
+    engine = Slab(os.dup(gateway.fd), layout)
+    gateway.input(1, 0)[:] = np.arange(5)
+    assert engine.input(1, 0).tolist() == [0, 1, 2, 3, 4]
+    assert engine.input(0, 0).tolist() == [0] * 5
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(engine.fd, 0)
+    gateway.close_fd()
+    gateway.close_fd()
+    engine.close_fd()
+    assert gateway.input(1, 0)[4] == 4
+    with pytest.raises(ValueError, match="slot 2 is not one of 2"):
+        gateway.input(2, 0)
+
+
+def test_messages_keep_their_boundaries() -> None:
+    gateway, engine = channel.socket_pair()
+    with gateway, engine:
+        runs = [Run(number, 0, ((2, 3),), (24,), (0,)) for number in range(3)]
+        for run in runs:
+            channel.send(gateway, run)
+        assert [channel.receive_in_engine(engine) for _ in runs] == runs
+        for reply in (Done(1, 0.5, ((0, (2,), 8),)), RunError(2, "fault", "x")):
+            channel.send(engine, reply)
+            assert channel.receive_in_gateway(gateway) == reply
+        engine.close()
+        assert channel.receive_in_gateway(gateway) is None
+
+
+def test_a_message_that_is_too_large_is_not_sent() -> None:
+    gateway, engine = channel.socket_pair()
+    with gateway, engine, pytest.raises(AgentError, match=r"a message of .* at most 64.0 KiB pass"):
+        channel.send(gateway, RunError(1, "fault", "x" * (1 << 17)))
+
+
+@given(st.binary(min_size=1, max_size=100))
+def test_anything_else_on_the_channel_is_a_decode_error_or_a_message(data: bytes) -> None:
+    gateway, engine = channel.socket_pair()
+    with gateway, engine:
+        engine.send(data)
+        with contextlib.suppress(msgspec.DecodeError):
+            assert channel.receive_in_gateway(gateway) is not None
+
+
+def test_the_pair_is_one_of_packets() -> None:
+    gateway, engine = channel.socket_pair()
+    with gateway, engine:
+        assert gateway.type & socket.SOCK_SEQPACKET

@@ -1,0 +1,88 @@
+"""Content codings and their limits."""
+
+from __future__ import annotations
+
+import gzip
+import tracemalloc
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.errors import Reason, RefusedError
+from agent.http.bodies import choose_encoding, compress, decompress
+
+LIMIT = 1 << 16
+
+
+def raw_deflate(data: bytes) -> bytes:
+    stream = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return stream.compress(data) + stream.flush()
+
+
+@given(st.binary(max_size=500), st.sampled_from(["gzip", "deflate"]))
+def test_round_trip(data: bytes, encoding: str) -> None:
+    assert decompress(compress(data, encoding), encoding, LIMIT) == data
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        ("", b"data"), ("identity", b"data"), ("gzip", gzip.compress(b"data")), ("X-GZIP", gzip.compress(b"data")),
+        ("deflate", zlib.compress(b"data")), (" Deflate ", raw_deflate(b"data")),
+    ],
+)  # fmt: skip
+def test_codings_that_clients_send(encoding: str, body: bytes) -> None:
+    assert decompress(body, encoding, LIMIT) == b"data"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        ("gzip", b"data"), ("gzip", b""), ("gzip", gzip.compress(b"data")[:-3]),
+        ("gzip", gzip.compress(b"data") + b"x"),
+        ("deflate", b"data"), ("gzip", b"\x1f\x8b" + b"\xff" * 50), ("deflate", raw_deflate(b"data" * 99)[:-5]),
+    ],
+)  # fmt: skip
+def test_broken_bodies(encoding: str, body: bytes) -> None:
+    with pytest.raises(RefusedError, match="not valid") as caught:
+        decompress(body, encoding, LIMIT)
+    assert caught.value.reason is Reason.BAD_REQUEST
+
+
+def test_a_bomb_is_refused_in_bounded_memory() -> None:
+    bomb = gzip.compress(bytes(200 << 20), compresslevel=1)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RefusedError) as caught:
+            decompress(bomb, "gzip", LIMIT)
+        assert caught.value.reason is Reason.TOO_LARGE
+        assert tracemalloc.get_traced_memory()[1] < len(bomb) + 4 * LIMIT
+    finally:
+        tracemalloc.stop()
+
+
+def test_other_codings_are_named() -> None:
+    with pytest.raises(RefusedError, match="available: gzip, deflate") as caught:
+        decompress(b"x", "br", LIMIT)
+    assert caught.value.reason is Reason.UNSUPPORTED_ENCODING
+
+
+@pytest.mark.parametrize(
+    ("accept", "binary", "nbytes", "expected"),
+    [
+        (None, False, 5000, None),
+        ("gzip", False, 100, None),
+        ("gzip", False, 5000, "gzip"),
+        ("deflate", True, 5000, "deflate"),
+        ("gzip, deflate", True, 5000, None),
+        ("gzip, deflate", False, 5000, "gzip"),
+        ("gzip;q=0, deflate;q=0.5", False, 5000, "deflate"),
+        ("br", False, 5000, None),
+        ("gzip;q=x", False, 5000, None),
+        ("", False, 5000, None),
+    ],
+)
+def test_which_coding_a_response_gets(accept: str | None, binary: bool, nbytes: int, expected: str | None) -> None:
+    assert choose_encoding(accept, binary, nbytes) == expected

@@ -1,0 +1,75 @@
+"""The configuration: strict, with a hint for every slip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent.config import SECTIONS, Config, load_config, tomllib
+from agent.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "agent.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, 'bundle = "a.tfb"\n[http]\nport = 1\nhost = "127.0.0.2"\n')
+    config = load_config(path, {"": {"bundle": "b.tfb"}, "http": {"port": 2, "host": None}})
+    assert (config.bundle, config.http.port, config.http.host) == ("b.tfb", 2, "127.0.0.2")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('bundle = "a"\nbundel = 1', "unknown field `bundel`.*did you mean 'bundle'"),
+        ('bundle = "a"\n[http]\nprot = 1', r"unknown field `prot`.*did you mean 'port'"),
+        ('bundle = "a"\n[http]\nport = "80"', "Expected `int`, got `str`.*http.port"),
+        ('bundle = "a"\n[http]\nport = 65536', "Expected `int` <= 65535"),
+        ('bundle = "a"\nhttp = 3', "Expected `object`"),
+        ('bundle = "a"\n[requests]\ntimeout_s = 0', "timeout_s"),
+        ('bundle = "a"\n[log]\nlevel = "loud"', "Invalid enum value 'loud'"),
+        ('bundle = "a', "not valid TOML"),
+        ("", "no bundle to serve"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, text), {"http": {"host": "127.0.0.1"}} if "http = 3" not in text else {})
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read configuration .*No such file"):
+        load_config(tmp_path / "none.toml", {})
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path, {})
+    (tmp_path / "latin.toml").write_bytes(b'bundle = "\xff"')
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(tmp_path / "latin.toml", {})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "board.local"])  # noqa: S104
+def test_the_network_needs_consent(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"neither TLS nor authentication.*--allow-insecure-network"):
+        load_config(None, {"": {"bundle": "a"}, "http": {"host": host}})
+    config = load_config(None, {"": {"bundle": "a"}, "http": {"host": host, "allow_insecure_network": True}})
+    assert config.http.host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
+def test_loopback_needs_none(host: str) -> None:
+    assert load_config(None, {"": {"bundle": "a"}, "http": {"host": host}}).http.host == host
+
+
+def test_the_example_names_every_key_with_its_default() -> None:
+    text = (ROOT / "systemd" / "agent.toml.example").read_text(encoding="utf-8")
+    given = tomllib.loads("\n".join(line.removeprefix("#") for line in text.splitlines() if not line.startswith("# ")))
+    defaults = Config(bundle=given["bundle"])
+    for section, struct in SECTIONS.items():
+        assert set(given[section]) == set(struct.__struct_fields__), section
+    assert load_config(ROOT / "systemd" / "agent.toml.example", {}) == defaults
