@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench.bundle_runner import Array, BundleRunner, bundle_bytes, session_of
@@ -60,22 +60,37 @@ class Row:
     ms_per_line: float
 
 
-def read_lines(
-    run: Callable[[Floats], Array], lines: Sequence[Line], alphabet: Sequence[str]
-) -> tuple[list[str], float]:
-    """What the model reads on every line, and the seconds of inference without pre- and post-processing."""
-    texts: list[str] = []
-    total = 0.0
-    for line in lines:
-        feed = preprocess(line.image)
+Run = Callable[[Floats], Array]
+"""One inference: pixels in, scores [1, steps, classes] out."""
+
+
+@dataclass(slots=True)
+class Reader:
+    """A model under test: what it read so far, and the seconds that inference alone took."""
+
+    name: str
+    bytes: int
+    run: Run
+    texts: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def read(self, feed: Floats, alphabet: Sequence[str]) -> None:
+        """Read one line."""
         best = math.inf
         for _ in range(REPEATS):
             start = time.perf_counter()
-            scores = run(feed)
+            scores = self.run(feed)
             best = min(best, time.perf_counter() - start)
-        total += best
-        texts.append(decode(scores[0], alphabet))
-    return texts, total
+        self.seconds += best
+        self.texts.append(decode(scores[0], alphabet))
+
+
+def bundle_reader(source: Path, scheme: str, bundle: Path) -> Reader:
+    """Compile the model and load the bundle."""
+    compile_model(source, load_board(TARGET), bundle, Options(scheme=scheme, shapes=(parse_shape(SHAPE),)))
+    runner = BundleRunner(bundle, threads())
+    output = runner.manifest.contract.outputs[0].name
+    return Reader(scheme, bundle_bytes(bundle), lambda feed: runner.run({"x": feed})[output])
 
 
 def measure(schemes: Sequence[str]) -> list[Row]:
@@ -83,45 +98,36 @@ def measure(schemes: Sequence[str]) -> list[Row]:
     source = fetch(MODEL)
     session = session_of(source, threads())
     alphabet = alphabet_of(session.get_modelmeta().custom_metadata_map["character"])
+    original = Reader("source", source.stat().st_size, lambda feed: session.run(None, {"x": feed})[0])
     printed, handwritten = list(printed_lines()), list(handwritten_digits())
-    lines = [*printed, *handwritten]
-    expected = [line.text for line in lines]
-
-    def row(
-        name: str, size: int, run: Callable[[Floats], Array], reference: Sequence[str] | None
-    ) -> tuple[Row, list[str]]:
-        read_lines(run, lines[:5], alphabet)
-        texts, seconds = read_lines(run, lines, alphabet)
-        pairs = list(zip(expected, texts, strict=True))
-        reference = reference or texts
-        made = Row(
-            name,
-            size,
-            round(character_error_rate(pairs[: len(printed)]), 4),
-            round(character_error_rate(pairs[len(printed) :]), 4),
-            sum(wanted == text for wanted, text in pairs),
-            sum(text == other for text, other in zip(texts, reference, strict=True)),
-            len(lines),
-            round(1000 * seconds / len(lines), 2),
-        )
-        say(made)
-        return made, texts
-
-    first, reference = row("source", source.stat().st_size, lambda feed: session.run(None, {"x": feed})[0], None)
-    rows = [first]
     with tempfile.TemporaryDirectory() as folder:
-        for scheme in schemes:
-            bundle = Path(folder) / f"{scheme}.tfb"
-            compile_model(source, load_board(TARGET), bundle, Options(scheme=scheme, shapes=(parse_shape(SHAPE),)))
-            runner = BundleRunner(bundle, threads())
-            output = runner.manifest.contract.outputs[0].name
-            compiled = lambda feed, runner=runner, output=output: runner.run({"x": feed})[output]  # noqa: E731
-            rows.append(row(scheme, bundle_bytes(bundle), compiled, reference)[0])
-    return rows
+        compiled = [bundle_reader(source, scheme, Path(folder) / f"{scheme}.tfb") for scheme in schemes]
+        readers = [original, *compiled]
+        warm_up = preprocess(printed[0].image)
+        for reader in readers:
+            reader.run(warm_up)
+        # Line by line through all models, so that whatever else the machine does slows all of them alike.
+        for line in (*printed, *handwritten):
+            feed = preprocess(line.image)
+            for reader in readers:
+                reader.read(feed, alphabet)
+    return [score(reader, original, printed, handwritten) for reader in readers]
 
 
-def say(row: Row) -> None:
-    print(json.dumps(asdict(row)), flush=True)
+def score(reader: Reader, original: Reader, printed: Sequence[Line], handwritten: Sequence[Line]) -> Row:
+    """What one model got right."""
+    expected = [line.text for line in (*printed, *handwritten)]
+    pairs = list(zip(expected, reader.texts, strict=True))
+    return Row(
+        model=reader.name,
+        bytes=reader.bytes,
+        cer_printed=round(character_error_rate(pairs[: len(printed)]), 4),
+        cer_handwritten=round(character_error_rate(pairs[len(printed) :]), 4),
+        exact_lines=sum(wanted == text for wanted, text in pairs),
+        equal_to_source=sum(text == other for text, other in zip(reader.texts, original.texts, strict=True)),
+        lines=len(expected),
+        ms_per_line=round(1000 * reader.seconds / len(expected), 2),
+    )
 
 
 def as_markdown(rows: Sequence[Row], machine: dict[str, str]) -> str:
