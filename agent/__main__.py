@@ -11,7 +11,8 @@ try:
 
     from agent import app as agent_app
 except ModuleNotFoundError as error:
-    sys.exit(f"tightfit-agent: error: {error.name} is not installed (pip install 'tightfit[agent,cpu]')")
+    sys.stderr.write(f"tightfit-agent: error: {error.name} is not installed (pip install 'tightfit[agent,cpu]')\n")
+    sys.exit(2)
 
 from agent.config import Memory, load_config
 from agent.models import Model, machine_budget, open_model

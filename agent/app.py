@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from aiohttp import web
 
 from agent import log, systemd
 from agent.config import Config
-from agent.errors import AgentError
 from agent.gateway import Gateway
+from agent.http.protocol import address_of, listen, runner_of
 from agent.http.v2 import V2
 from agent.models import Model, machine_budget, open_model
 from agent.telemetry import Telemetry
@@ -71,26 +70,11 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
 
 
 async def _listen(config: Config, gateway: Gateway, announce: Announce, stop: asyncio.Event) -> None:
-    runner = web.AppRunner(
-        V2(gateway, config, version()).application(),
-        access_log=None,
-        handler_cancellation=True,
-        auto_decompress=False,
-        keepalive_timeout=config.http.keepalive_s,
-        max_line_size=config.http.header_bytes,
-        max_field_size=config.http.header_bytes,
-        max_headers=config.http.headers,
-        shutdown_timeout=_FLUSH_S,
-    )
+    runner = runner_of(V2(gateway, config, version()).application(), _FLUSH_S)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, config.http.host, config.http.port)
-        try:
-            await site.start()
-        except OSError as error:
-            where = f"{config.http.host}:{config.http.port}"
-            raise AgentError(f"cannot listen on {where}: {error.strerror}", "choose another --host or --port") from None
-        address = _address(runner)
+        server = await listen(runner, config.http)
+        address = address_of(server)
         logger = log.get("gateway")
         logger.info("serving", model=gateway.model.name, version=gateway.model.version, address=address)
         announce(f"serving {gateway.model.name} at {address}")
@@ -98,12 +82,7 @@ async def _listen(config: Config, gateway: Gateway, announce: Announce, stop: as
         await stop.wait()
         systemd.notify("STOPPING=1")
         logger.info("stopping: no new requests, what was accepted is answered first")
-        await site.stop()
+        server.close()
         await gateway.drain()
     finally:
         await runner.cleanup()
-
-
-def _address(runner: web.AppRunner) -> str:
-    host, port = runner.addresses[0][:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,193 @@
+"""Deadlines, full queues, clients that leave, and an engine that dies: always an answer, never a hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import bundles
+from tests.support.agents import Agent, serving
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bundles.slow(tmp_path_factory.mktemp("slow") / "slow.tfb", slots=2)
+
+
+@pytest.fixture
+def agent(bundle: Path, tmp_path: Path) -> Iterator[Agent]:
+    config = tmp_path / "agent.toml"
+    config.write_text("[requests]\nqueue_length = 3\ndrain_s = 10\n")
+    with serving(bundle, tmp_path / "log", "--config", str(config)) as agent:
+        yield agent
+        assert "Traceback" not in agent.log
+
+
+@pytest.fixture(scope="module")
+def turns_per_s(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
+    """How many turns of its loop this machine does in a second."""
+    turns = 20_000
+    with serving(bundle, tmp_path_factory.mktemp("calibrate") / "log") as agent:
+        started = time.perf_counter()
+        assert agent.post(request_of(turns))[0] == 200
+        return turns / (time.perf_counter() - started)
+
+
+def request_of(turns: float, **parameters: Any) -> dict[str, Any]:
+    return {
+        "parameters": parameters,
+        "inputs": [
+            {"name": "x", "datatype": "FP32", "shape": [4], "data": [1, 2, 3, 4]},
+            {"name": "turns", "datatype": "INT64", "shape": [1], "data": [int(turns)]},
+        ],
+    }
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as threads:
+        yield threads
+
+
+Answers = list[Future[tuple[int, bytes, dict[str, str]]]]
+
+
+def metric(agent: Agent, name: str) -> float:
+    lines = agent.request("/metrics")[1].decode().splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(name + " "))
+
+
+def until(agent: Agent, name: str, value: float) -> None:
+    end = time.monotonic() + 10
+    while metric(agent, name) != value:
+        assert time.monotonic() < end, f"{name} stays {metric(agent, name)}"
+        time.sleep(0.01)
+
+
+def test_more_than_the_queue_holds(agent: Agent, threads: ThreadPoolExecutor, turns_per_s: float) -> None:
+    answers: Answers = [threads.submit(agent.post, request_of(turns_per_s * 0.3)) for _ in range(10)]
+    done = [answer.result() for answer in answers]
+    assert sorted(status for status, _, _ in done) == [200] * 5 + [503] * 5
+    for status, body, headers in done:
+        if status == 503:
+            assert headers["Retry-After"] == "1"
+            assert "the queue is full: 3 are waiting" in json.loads(body)["error"]
+    assert metric(agent, "tightfit_in_flight") == 0
+
+
+def test_a_deadline_is_kept_by_a_timer(agent: Agent, threads: ThreadPoolExecutor, turns_per_s: float) -> None:
+    long = threads.submit(agent.post, request_of(turns_per_s * 1.5))
+    until(agent, "tightfit_in_flight", 1)
+    started = time.perf_counter()
+    status, body, _ = agent.post(request_of(1, timeout=200_000))
+    took = time.perf_counter() - started
+    assert (status, "deadline" in json.loads(body)["error"]) == (504, True)
+    assert 0.19 < took < 0.8
+    assert long.result()[0] == 200
+
+
+def test_a_deadline_passes_while_it_runs(agent: Agent, turns_per_s: float) -> None:
+    started = time.perf_counter()
+    assert agent.post(request_of(turns_per_s * 1.5, timeout=200_000))[0] == 504
+    assert time.perf_counter() - started < 1
+    # Its slot is the engine's until the run ends.
+    assert metric(agent, "tightfit_in_flight") == 1
+    until(agent, "tightfit_in_flight", 0)
+    assert agent.post(request_of(1))[0] == 200
+
+
+def test_clients_that_leave_are_not_run(agent: Agent, threads: ThreadPoolExecutor, turns_per_s: float) -> None:
+    long = threads.submit(agent.post, request_of(turns_per_s))
+    until(agent, "tightfit_in_flight", 1)
+    body = json.dumps(request_of(turns_per_s)).encode()
+    head = f"POST /v2/models/slow/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    gone = [socket.create_connection(("127.0.0.1", agent.port)) for _ in range(3)]
+    for connection in gone:
+        connection.sendall(head + body)
+    until(agent, "tightfit_door_depth", 2)
+    for connection in gone:
+        connection.close()
+    until(agent, 'tightfit_requests_total{reason="disconnected"}', 3)
+    assert long.result()[0] == 200
+    assert agent.post(request_of(1))[0] == 200
+    assert metric(agent, "tightfit_run_seconds_count") == 2
+
+
+def test_a_slow_body_holds_its_slot_no_longer_than_its_deadline(bundle: Path, tmp_path: Path) -> None:
+    config = tmp_path / "agent.toml"
+    config.write_text("[http]\nbody_s = 0.3\n")
+    with serving(bundle, tmp_path / "log", "--config", str(config)) as agent:
+        with socket.create_connection(("127.0.0.1", agent.port), 5) as connection:
+            connection.sendall(b"POST /v2/models/slow/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+        until(agent, "tightfit_in_flight", 0)
+
+
+def test_a_killed_engine(agent: Agent, threads: ThreadPoolExecutor, turns_per_s: float) -> None:
+    answers: Answers = [threads.submit(agent.post, request_of(turns_per_s * 20)) for _ in range(4)]
+    until(agent, "tightfit_door_depth", 2)
+    os.kill(agent.engine_pid, signal.SIGKILL)
+    for answer in answers:
+        status, body, headers = answer.result(5)
+        assert (status, headers["Retry-After"]) == (503, "5")
+        assert "the engine process was killed by SIGKILL" in json.loads(body)["error"]
+    status, body, _ = agent.post(request_of(1))
+    assert (status, "engine process" in json.loads(body)["error"]) == (503, True)
+    assert agent.request("/v2/health/ready")[0] == 503
+    assert agent.request("/v2/models/slow/ready")[0] == 503
+    assert agent.request("/v2/health/live")[0] == 200
+    assert metric(agent, "tightfit_engine_up") == 0
+    assert metric(agent, "tightfit_in_flight") == 0
+    assert "was killed by SIGKILL (out of memory?)" in agent.log
+    assert agent.stop() == 0
+
+
+def test_the_engine_dies_with_its_gateway(agent: Agent) -> None:
+    engine = Path(f"/proc/{agent.engine_pid}")
+    assert int((engine / "oom_score_adj").read_text()) >= 500
+    agent.stop(signal.SIGKILL)
+    end = time.monotonic() + 5
+    while engine.exists() and "\nState:\tZ" not in (engine / "status").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_answers_what_was_accepted(
+    agent: Agent, threads: ThreadPoolExecutor, turns_per_s: float, number: int
+) -> None:
+    kept = socket.create_connection(("127.0.0.1", agent.port))
+    answers: Answers = [threads.submit(agent.post, request_of(turns_per_s * 0.5)) for _ in range(4)]
+    until(agent, "tightfit_door_depth", 2)
+    agent.process.send_signal(number)
+    time.sleep(0.2)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", agent.port))
+    # A connection from before hears that the agent is not ready any more.
+    with kept:
+        kept.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert kept.recv(4096).startswith(b"HTTP/1.1 503 ")
+    assert [answer.result()[0] for answer in answers] == [200] * 4
+    assert agent.process.wait(10) == 0
+
+
+def test_a_stop_does_not_wait_for_ever(bundle: Path, tmp_path: Path, turns_per_s: float) -> None:
+    config = tmp_path / "agent.toml"
+    config.write_text("[requests]\ndrain_s = 0.3\n")
+    with serving(bundle, tmp_path / "log", "--config", str(config)) as agent, ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(agent.post, request_of(turns_per_s * 30))
+        until(agent, "tightfit_in_flight", 1)
+        started = time.monotonic()
+        assert agent.stop() == 0
+        assert time.monotonic() - started < 8
+        status, body, _ = answer.result()
+        assert (status, "stopped" in json.loads(body)["error"]) == (503, True)
