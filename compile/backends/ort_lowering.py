@@ -21,7 +21,7 @@ from compile.graph import constant, dims_of, ir, nodes_of
 from compile.passes.base import run_passes
 from compile.passes.normalize import LiftOpset
 from compile.quantize.blockwise import BlockFormat, Once, quantize_matrix
-from compile.quantize.per_channel import quantize_channels
+from compile.quantize.per_channel import channel_scales, quantize_channels
 from compile.quantize.schemes import Scheme
 from targets.bundle import LeftAlone
 
@@ -33,7 +33,8 @@ CONV_OPSET = 13
 STORAGE = "tightfit.storage"
 """Metadata key of a tensor: tensors with equal values here have equal bytes and are stored once."""
 
-_MATMUL_OPS = ("MatMul", "Gemm")
+# Counted even where their weights are few or computed, so that the report accounts for every one.
+_ALWAYS_COUNTED = ("MatMul", "Gemm", "Conv")
 _TOO_SMALL = f"fewer than {MIN_ELEMENTS} weights"
 
 
@@ -88,7 +89,7 @@ class _Rewriter:
         weights = sum(t.nbytes for t in map(constant, node.inputs) if t is not None and t.size >= MIN_ELEMENTS)
         handler = self._handlers().get(node.op_type) if node.domain in ("", "ai.onnx") else None
         try:
-            if handler is None or (not weights and node.op_type not in _MATMUL_OPS):
+            if handler is None or (not weights and node.op_type not in _ALWAYS_COUNTED):
                 if weights and node.op_type not in ("Reshape", "Identity", "Transpose"):
                     raise _Leave("no quantized kernel for this operator")
                 return
@@ -305,7 +306,7 @@ def _channel_codes(tensor: ir.TensorProtocol, name: str, axis: int, transpose: b
 
 
 def _channel_scales(tensor: ir.TensorProtocol, name: str, axis: int) -> Callable[[], Any]:
-    return lambda: quantize_channels(name, tensor.numpy(), axis)[1]
+    return lambda: channel_scales(name, tensor.numpy(), axis)
 
 
 def _attribute(node: ir.Node, name: str, default: float) -> float:

@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
-from compile.quantize.blockwise import check_finite
+from compile.quantize.blockwise import SLAB_BYTES, check_finite
+
+Weight = npt.NDArray[np.floating]
+Scales = npt.NDArray[np.float32]
 
 
-def quantize_channels(
-    name: str, weight: npt.NDArray[np.floating], axis: int
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-    """(codes int8 of the weight's shape, scales float32 [channels]); codes stay within -127..127.
+def channel_scales(name: str, weight: Weight, axis: int) -> Scales:
+    """float32 [channels]: the largest magnitude of each channel over 127, or 1 where a channel is all zero.
 
-    An all-zero channel gets scale 1. Raises ModelError when the weight holds NaN or infinity.
+    Raises ModelError when the weight holds NaN or infinity.
     """
-    values = np.asarray(weight, np.float32)
-    check_finite(name, values)
-    others = tuple(i for i in range(values.ndim) if i != axis)
-    scales = np.abs(values).max(axis=others) / np.float32(127)
+    channels = np.moveaxis(weight, axis, 0)
+    scales = np.empty(len(channels), np.float32)
+    for start, stop in _slabs(channels):
+        values = channels[start:stop].reshape(stop - start, -1).astype(np.float32)
+        check_finite(name, values)
+        scales[start:stop] = np.abs(values, out=values).max(axis=1, initial=0) / np.float32(127)
     scales[scales == 0] = 1
-    shape = [1] * values.ndim
-    shape[axis] = -1
-    codes = np.clip(np.rint(values / scales.reshape(shape)), -127, 127).astype(np.int8)
-    return codes, scales.astype(np.float32)
+    return scales
+
+
+def channel_codes(weight: Weight, scales: Scales, axis: int) -> npt.NDArray[np.int8]:
+    """int8 of the weight's shape; codes stay within -127..127. Temporaries are a slab, however large the weight."""
+    codes = np.empty(weight.shape, np.int8)
+    channels, target = np.moveaxis(weight, axis, 0), np.moveaxis(codes, axis, 0)
+    for start, stop in _slabs(channels):
+        values = channels[start:stop].astype(np.float32)
+        values /= scales[start:stop].reshape(-1, *[1] * (values.ndim - 1))
+        np.clip(np.rint(values, out=values), -127, 127, out=values)
+        target[start:stop] = values.astype(np.int8)
+    return codes
+
+
+def quantize_channels(name: str, weight: Weight, axis: int) -> tuple[npt.NDArray[np.int8], Scales]:
+    """(codes, scales) of a weight, channel by channel along `axis`."""
+    scales = channel_scales(name, weight, axis)
+    return channel_codes(weight, scales, axis), scales
+
+
+def _slabs(channels: Weight) -> Iterator[tuple[int, int]]:
+    """Ranges of channels of about SLAB_BYTES of float32 each."""
+    count = len(channels)
+    step = max(1, SLAB_BYTES * count // max(4 * channels.size, 1))
+    yield from ((start, min(start + step, count)) for start in range(0, count, step))
