@@ -9,6 +9,8 @@ from compile.backends.base import Step, Trace, WeightFootprint
 from targets.arena import Arena, Buffer, Placed, lower_bound
 from targets.board import MIB, Board
 from targets.budget import MemoryPlan, Phase, Term, budget_bytes
+from targets.errors import BudgetError
+from targets.tensor import human
 
 ALIGNMENT = 256
 """What onnxruntime's arena rounds every request to (kMinAllocationSize of its BFC arena)."""
@@ -44,7 +46,7 @@ def activation_buffers(trace: Trace) -> tuple[Buffer, ...]:
             if source is None and (spare < nbytes and _comes_from_outside(step, holder)):
                 continue
             if source is None:
-                source = _Live(name or f"{step.name}:{at}", -(-nbytes // ALIGNMENT) * ALIGNMENT, at, until)
+                source = _Live(name or f"{step.name}:{at}", _aligned(nbytes), at, until)
                 buffers.append(source)
                 spare -= nbytes
             source.upper = max(source.upper, until)
@@ -113,15 +115,42 @@ def _first_fit(buffers: Sequence[Buffer]) -> list[Placed]:
     return placed
 
 
-def arena_in_practice(planned: int, fits: Callable[[int], bool], steps: int = 24) -> int:
-    """The smallest of a rising row of arenas (5 % apart, from the plan's height) in which the runtime's own
-    online allocator completes a run; the difference to the plan is its scratch and fragmentation."""
-    size = max(planned, ALIGNMENT)
-    for _ in range(steps):
-        if fits(size):
-            return size
-        size = -(-size * 21 // (20 * ALIGNMENT)) * ALIGNMENT
-    return size
+# Below this, a closer search for the arena costs more runs than it saves memory.
+SEARCH_STEP_BYTES = 1 << 16
+
+
+def arena_in_practice(planned: int, fits: Callable[[int], bool], limit: int) -> int:
+    """An arena in which the runtime's own online allocator completes a run, at most 5 % (or 64 KiB) above the
+    smallest; the difference to the plan is the runtime's scratch and fragmentation.
+
+    Starts at the plan's height, doubles what it adds until a run fits, then halves the gap. Raises BudgetError
+    when no run fits within `limit` bytes.
+    """
+    low = high = _aligned(max(planned, ALIGNMENT))
+    if fits(high):
+        return high
+    extra = max(high // 20, SEARCH_STEP_BYTES)
+    while True:
+        low, high = high, _aligned(min(high + extra, limit))
+        if high <= low:
+            raise BudgetError(
+                f"no arena of up to {human(limit)} lets the model run; its activations alone need {human(planned)}",
+                "use smaller shapes, or choose a larger board",
+            )
+        if fits(high):
+            break
+        extra *= 2
+    while high - low > max(low // 20, SEARCH_STEP_BYTES):
+        middle = _aligned((low + high) // 2)
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True)

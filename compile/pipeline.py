@@ -16,20 +16,21 @@ from compile import memory
 from compile.backends.base import Backend, Trace, backend
 from compile.calibrate import Sample, corners, random_samples, read_samples
 from compile.errors import ModelError, OptionError
-from compile.graph import ir, load_model, weight_nbytes
+from compile.graph import external_files, ir, load_model, nodes_of, weight_nbytes
 from compile.passes.base import Pass, run_passes
 from compile.passes.fold import FoldConstants
 from compile.passes.normalize import FixNames, InferShapes, InlineFunctions, LiftConstants, RemoveDeadCode, SortNodes
 from compile.quantize.schemes import Scheme, choose_scheme
 from compile.report import report_json
-from compile.shapes import ShapeRequest, bind_shapes, build_contract
+from compile.shapes import ShapeRequest, bind_shapes, build_contract, largest_nbytes, sizes_at
 from compile.verify import FLOAT_LIMIT, compare
 from compile.writer import BundleWriter
-from targets.board import Board
+from targets.board import MIB, Board
 from targets.budget import MemoryPlan, budget_bytes, check_plan
 from targets.bundle import NAME, SCHEMA, Manifest, Quantization, SampleTensor, Segment, Source, Verification
 from targets.bundle import file_sha256 as sha256_of
-from targets.tensor import Contract, DimRange
+from targets.errors import BudgetError
+from targets.tensor import Contract, DimRange, human
 
 SEGMENT = "segments/00.onnx"
 WEIGHTS = "weights.bin"
@@ -107,6 +108,7 @@ def compile_model(
     dims = bind_shapes(model, options.shapes)
     run_passes(model, NORMALIZE)
     inputs_only = _inputs_contract(model, dims)
+    _check_sizes(model, inputs_only, board)
     samples, origin_of_samples = _samples(model, inputs_only, options, progress)
     lowered = runtime.lower(model, scheme)
     run_passes(model, (RemoveDeadCode(), FixNames(), SortNodes()))
@@ -168,11 +170,7 @@ def _model_name(text: str) -> str:
 
 def _digests(model: ir.Model, source: Path, progress: Progress) -> Source:
     """SHA-256 of the model file and of its external files, in the order of their names."""
-    files = {
-        str(value.const_value.location): Path(value.const_value.path)
-        for value in model.graph.initializers.values()
-        if isinstance(value.const_value, ir.ExternalTensor)
-    }
+    files = external_files(model)
     digest = hashlib.sha256()
     for location in sorted(files):
         digest.update(f"{location}\0{sha256_of(files[location], progress.advance)}\n".encode())
@@ -193,6 +191,29 @@ def _inputs_contract(model: ir.Model, dims: dict[str, DimRange]) -> Contract:
     """The contract's input half; outputs follow once a run has shown their sizes."""
     full = build_contract(model, dims, {value.name or "": 0 for value in model.graph.outputs})
     return msgspec.structs.replace(full, outputs=())
+
+
+def _check_sizes(model: ir.Model, contract: Contract, board: Board) -> None:
+    """No tensor may be larger than the board allows, before one is made: a small file can ask for terabytes."""
+    ceiling = min(budget_bytes(board), board.memory.contiguous_ceiling_mib * MIB)
+    hint = "use smaller shapes, or choose a larger board"
+    for spec in contract.inputs:
+        if spec.max_nbytes > ceiling:
+            raise BudgetError(
+                f"input {spec.describe()} takes {human(spec.max_nbytes)}; on {board.name} one tensor can have "
+                f"{human(ceiling)}",
+                hint,
+            )
+    sizes = sizes_at(contract.dims, "max")
+    for node in nodes_of(model):
+        for value in node.outputs:
+            size = largest_nbytes(value, sizes)
+            if size is not None and size > ceiling:
+                raise BudgetError(
+                    f"{node.op_type} node {node.name!r} makes a tensor of {human(size)}; on {board.name} one "
+                    f"tensor can have {human(ceiling)}",
+                    hint,
+                )
 
 
 def _samples(model: ir.Model, contract: Contract, options: Options, progress: Progress) -> tuple[list[Sample], str]:
@@ -234,7 +255,9 @@ def _plan(
 ) -> MemoryPlan:
     arena = memory.place(memory.activation_buffers(trace))
     practical = memory.arena_in_practice(
-        arena.height, lambda size: runtime.runs_within(segment, settings, largest, size, trace)
+        arena.height,
+        lambda size: runtime.runs_within(segment, settings, largest, size, trace),
+        budget_bytes(board),
     )
     footprint = memory.Footprint(
         weights=runtime.weight_footprint(model),
@@ -264,8 +287,11 @@ def _write_sample(writer: BundleWriter, sample: Sample) -> tuple[SampleTensor, .
 
 def _write_assets(writer: BundleWriter, assets: Sequence[Path]) -> tuple[str, ...]:
     for path in assets:
+        name = f"assets/{path.name}"
+        if any(entry.path == name for entry in writer.files):
+            raise OptionError(f"two assets are named {path.name}", "rename one; metadata.json is the model's own")
         try:
-            writer.add(f"assets/{path.name}", path.read_bytes())
+            writer.add(name, path.read_bytes())
         except OSError as error:
             raise OptionError(f"cannot read asset {path}: {error.strerror}") from None
     return tuple(entry.path for entry in writer.files if entry.path.startswith("assets/"))
