@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from targets.board import load_board
 from targets.bundle import read_manifest, verify_files
@@ -16,6 +17,10 @@ from targets.errors import TightfitError
 from targets.tensor import human
 
 PROGRAM = "tightfit-compile"
+# What typer makes of an interrupt.
+_INTERRUPTED = 130
+# The base of typer's complaints about arguments. typer brings its own copy of click, so it is not named click's.
+_UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -72,7 +77,7 @@ def compile_command(
         return
     console = Console()
     print_report(manifest, console)
-    console.print(f"[bold green]wrote[/] {out} ({human(sum(entry.nbytes for entry in manifest.files))})")
+    console.print(f"[bold green]wrote[/] {escape(str(out))} ({human(sum(entry.nbytes for entry in manifest.files))})")
 
 
 @app.command("inspect")
@@ -102,19 +107,28 @@ def main() -> None:
     """Entry point: one clear line and exit code 2 for whatever a person can cause."""
     arguments = sys.argv[1:]
     # `tightfit-compile MODEL.onnx ...` is the main job, so it needs no verb.
-    if arguments and arguments[0] not in ("compile", "inspect", "--help", "-h"):
+    if not arguments:
+        arguments = ["--help"]
+    if arguments[0] not in ("compile", "inspect", "--help", "-h"):
         arguments = ["compile", *arguments]
     try:
-        app(args=arguments, prog_name=PROGRAM)
+        # Not standalone: typer would print usage errors as a box and end an interrupt without a word.
+        code = app(args=arguments, prog_name=PROGRAM, standalone_mode=False)
     except TightfitError as error:
         fail(str(error))
+    except _UsageError as error:
+        fail(f"{error.format_message().rstrip('.')} (see {PROGRAM} {arguments[0]} --help)")
+    except MemoryError as error:
+        fail(f"this machine has not enough memory: {error}")
     except ModuleNotFoundError as error:
         fail(f"{error.name} is not installed (pip install 'tightfit[compile,cpu]')")
     except OSError as error:
         fail(f"{error.filename or 'file system'}: {error.strerror or error}")
     except KeyboardInterrupt:
+        code = _INTERRUPTED
+    if code == _INTERRUPTED:
         sys.stderr.write(f"{PROGRAM}: interrupted, nothing was written\n")
-        sys.exit(130)
+    sys.exit(code)
 
 
 def fail(message: str) -> None:

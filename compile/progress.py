@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
@@ -60,7 +61,7 @@ class TerminalProgress(Progress):
             self._bars.advance(self._task, nbytes)
 
     def warn(self, text: str) -> None:
-        self._console.print(f"[yellow]warning:[/] {text}")
+        self._console.print(f"[yellow]warning:[/] {escape(text)}")
 
     def _close_phase(self) -> None:
         if not self._phase:

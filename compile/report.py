@@ -63,7 +63,7 @@ def print_report(manifest: Manifest, console: Console) -> None:
     console.print(f"takes  {_specs(manifest.contract.inputs)}")
     console.print(f"gives  {_specs(manifest.contract.outputs)}")
     for name, dim in manifest.contract.dims.items():
-        console.print(f"       {name} = {dim}")
+        console.print(f"       {escape(name)} = {dim}")
     ratio = q.source_weight_bytes / max(q.weight_bytes, 1)
     console.print(
         f"scheme {q.scheme}: weights {human(q.source_weight_bytes)} -> {human(q.weight_bytes)} ({ratio:.2f}x smaller)"
@@ -83,18 +83,18 @@ def _print_operators(q: Quantization, console: Console) -> None:
         "operator", "count", "weights", "what became of it", title="Operators with weights", title_justify="left"
     )
     for op, count in q.quantized.items():
-        table.add_row(op, str(count), "", "quantized")
+        table.add_row(escape(op), str(count), "", "quantized")
     for left in q.left:
-        table.add_row(left.op, str(left.count), human(left.weight_bytes), f"left: {left.reason}")
+        table.add_row(escape(left.op), str(left.count), human(left.weight_bytes), f"left: {left.reason}")
     console.print(table)
 
 
 def _print_errors(v: Verification, console: Console) -> None:
-    title = f"Against the source model, {v.samples} samples ({v.inputs})"
+    title = f"Against the source model, {v.samples} samples ({escape(v.inputs)})"
     table = Table("output", "max abs", "relative L2", "cosine", "equal argmax", title=title, title_justify="left")
     for e in v.outputs[:12]:
         agreement = "" if e.top1_agreement is None else f"{e.top1_agreement:.4f}"
-        table.add_row(e.output, f"{e.max_abs:.3g}", f"{e.relative_l2:.3g}", f"{e.cosine:.6f}", agreement)
+        table.add_row(escape(e.output), f"{e.max_abs:.3g}", f"{e.relative_l2:.3g}", f"{e.cosine:.6f}", agreement)
     console.print(table)
     if len(v.outputs) > 12:
         console.print(f"and {len(v.outputs) - 12} more outputs in report.json")
