@@ -29,13 +29,16 @@ SUFFIXES = (".npz", ".npy")
 def read_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
     """Arrays of an npz or npy file (the latter under the name ""); pickled objects are refused."""
     try:
-        if path.suffix == ".npy":
-            return {"": np.load(path, allow_pickle=False)}  # noqa: TID251 - the one place
-        with np.load(path, allow_pickle=False) as file:  # noqa: TID251
+        loaded = np.load(path, allow_pickle=False)  # noqa: TID251 - the one place
+        if isinstance(loaded, np.ndarray):
+            return {"": loaded}
+        with loaded as file:
             return {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise DataError(f"cannot read samples from {path}: {reason}", "write them with numpy.savez") from None
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        raise DataError(
+            f"cannot read samples from {path}: {reason}", "write plain arrays with numpy.savez; objects are refused"
+        ) from None
 
 
 def read_samples(path: Path, contract: Contract, limit: int) -> list[Sample]:
@@ -52,6 +55,8 @@ def read_samples(path: Path, contract: Contract, limit: int) -> list[Sample]:
                 return samples
             _check(sample, contract, file)
             samples.append(sample)
+    if not samples:
+        raise DataError(f"{path} holds no samples", "its arrays are empty")
     return samples
 
 
