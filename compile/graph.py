@@ -17,7 +17,9 @@ from google.protobuf.message import DecodeError
 from compile.errors import ModelError
 from targets.tensor import DType, human
 
-__all__ = ["DTYPES", "constant", "contract_dtype", "dims_of", "ir", "load_model", "nodes_of", "weight_nbytes"]
+__all__ = [
+    "DTYPES", "constant", "contract_dtype", "dims_of", "external_files", "ir", "load_model", "nodes_of", "weight_nbytes"
+]  # fmt: skip
 
 # onnx-ir reports every recovered oddity of a model as a warning; what matters is an error of ours.
 logging.getLogger("onnx_ir").setLevel(logging.ERROR)
@@ -67,15 +69,61 @@ def load_model(path: Path) -> ir.Model:
     _check_file(path)
     try:
         model = ir.load(path)
-    except (DecodeError, ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(f"{path} is not a valid ONNX model: {reason}", "check it with `onnx.checker`") from None
+    except (
+        DecodeError, ir.serde.SerdeError, RecursionError, ValueError, KeyError, TypeError, AttributeError
+    ) as error:  # fmt: skip
+        raise ModelError(f"{path} is not a valid ONNX model: {_root(error)}", "check it with `onnx.checker`") from None
     if not len(model.graph) and not model.graph.outputs:
         raise ModelError(f"{path} holds no graph", "it is empty, or not an ONNX model")
-    if not model.graph.outputs:
-        raise ModelError(f"{path}: the graph has no outputs", "export the model again")
+    _check_graph(model, path)
+    _check_inline_data(model, path)
     _check_external_data(model, path)
     return model
+
+
+def _root(error: BaseException) -> str:
+    """The first line of what an error was first about."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _check_graph(model: ir.Model, path: Path) -> None:
+    """What a graph must have before any pass can look at it; the ONNX checker is not asked, it reads all weights."""
+    graph = model.graph
+    if not graph.outputs:
+        raise ModelError(f"{path}: the graph has no outputs", "export the model again")
+    if not model.opset_imports:
+        raise ModelError(f"{path} imports no operator set", "export the model again")
+    names = [value.name for value in graph.outputs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ModelError(f"{path}: output {twice!r} is listed twice", "give the second one a name of its own")
+    for node in graph:
+        for value in node.inputs:
+            if value is None or value.producer() or value.is_graph_input() or value.is_initializer():
+                continue
+            raise ModelError(
+                f"{path}: {node.op_type} node {node.name!r} reads {value.name!r}, which nothing produces",
+                "export the model again; sparse initializers must be made dense",
+            )
+    for value in (*graph.inputs, *graph.outputs):
+        if value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape):
+            # Some exporters write -1 where the standard leaves a dimension open.
+            value.shape = ir.Shape([None if isinstance(dim, int) and dim < 0 else dim for dim in value.shape])
+
+
+def _check_inline_data(model: ir.Model, path: Path) -> None:
+    """A tensor whose stated shape is larger than its data would be allocated at the stated size."""
+    for tensor in _tensors(model):
+        if not isinstance(tensor, ir.TensorProtoTensor) or not tensor.raw.HasField("raw_data"):
+            continue
+        if len(tensor.raw.raw_data) != tensor.nbytes:
+            raise ModelError(
+                f"{path}: tensor {tensor.name!r} needs {tensor.nbytes} bytes for its shape "
+                f"{list(dims_of(tensor))}, the file has {len(tensor.raw.raw_data)}",
+                "export the model again",
+            )
 
 
 def _check_file(path: Path) -> None:
@@ -193,6 +241,11 @@ def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
                     yield attribute.as_tensor()
                 elif attribute.type == ir.AttributeType.TENSORS:
                     yield from attribute.as_tensors()
+
+
+def external_files(model: ir.Model) -> dict[str, Path]:
+    """Location, as the model says it, and path of every external file that holds weights."""
+    return {str(t.location): Path(t.path) for t in _tensors(model) if isinstance(t, ir.ExternalTensor)}
 
 
 def nodes_of(model: ir.Model) -> Iterator[ir.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +25,7 @@ def parse_shape(text: str) -> ShapeRequest:
     name, equals, dims = text.rpartition("=")
     if not equals or not name:
         raise OptionError(f"--shape {text!r} names no input", _EXAMPLE)
-    return name, tuple(_parse_dim(dim.strip(), text) for dim in dims.split(",") if dims.strip())
+    return name, tuple(_parse_dim(dim.strip(), text) for dim in dims.split(",") if dims.strip() or "," in dims)
 
 
 def _parse_dim(dim: str, text: str) -> DimRange:
@@ -57,7 +58,7 @@ def bind_shapes(model: ir.Model, requests: Sequence[ShapeRequest]) -> dict[str, 
         for value in matched:
             _bind_one(value, ranges, symbols)
     _require_bound(inputs, symbols)
-    renamed = {s: s if _IDENTIFIER.fullmatch(s) else _axis_name(inputs, s) for s in symbols}
+    renamed = _readable_names(inputs, symbols)
     for value in inputs:
         value.shape = ir.Shape([_bound(d, symbols, renamed) for d in _dims(value)])
     return {renamed[s]: r for s, r in symbols.items() if r.min != r.max}
@@ -100,6 +101,18 @@ def _require_bound(inputs: list[ir.Value], symbols: Mapping[str, DimRange]) -> N
         )
 
 
+def _readable_names(inputs: list[ir.Value], symbols: Mapping[str, DimRange]) -> dict[str, str]:
+    """Symbols as clients will see them; no two symbols get one name."""
+    renamed = {symbol: symbol for symbol in symbols if _IDENTIFIER.fullmatch(symbol)}
+    for symbol in symbols:
+        if symbol not in renamed:
+            name = _axis_name(inputs, symbol)
+            while name in renamed.values():
+                name += "_"
+            renamed[symbol] = name
+    return renamed
+
+
 def _axis_name(inputs: list[ir.Value], symbol: str) -> str:
     """A readable name for an exporter's `DynamicDimension.0`: the first input that has it, and the axis."""
     for value in inputs:
@@ -119,6 +132,19 @@ def _bound(dim: int | str, symbols: Mapping[str, DimRange], renamed: Mapping[str
 def sizes_at(dims: Mapping[str, DimRange], corner: str) -> dict[str, int]:
     """Every named dimension at its `min`, `opt` or `max`."""
     return {name: int(getattr(wanted, corner)) for name, wanted in dims.items()}
+
+
+def largest_nbytes(value: ir.Value, sizes: Mapping[str, int]) -> int | None:
+    """Bytes of a value at these sizes of the named dimensions; None where shape or type are not known."""
+    if value.shape is None or value.dtype is None or value.dtype == ir.DataType.STRING:
+        return None
+    elements = 1
+    for dim in value.shape:
+        size = dim if isinstance(dim, int) else sizes.get(dim.value or "")
+        if size is None:
+            return None
+        elements *= size
+    return math.ceil(elements * value.dtype.itemsize)
 
 
 def input_shapes(model: ir.Model, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:

@@ -72,7 +72,9 @@ class BundleWriter:
             for value, tensor in originals.items():
                 if tensor is None:
                     continue
-                if tensor.nbytes < INLINE_BYTES or tensor.dtype == ir.DataType.STRING:
+                if tensor.dtype == ir.DataType.STRING:
+                    continue
+                if tensor.nbytes < INLINE_BYTES:
                     value.const_value = ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=value.name)
                 else:
                     value.const_value = sink.put(tensor, value.name or "", weights)
@@ -95,7 +97,11 @@ class BundleWriter:
             old = self.out.with_name(self.out.name + ".old")
             shutil.rmtree(old, ignore_errors=True)
             self.out.rename(old)
-            self.folder.rename(self.out)
+            try:
+                self.folder.rename(self.out)
+            except OSError:
+                old.rename(self.out)
+                raise
             shutil.rmtree(old)
         else:
             self.folder.rename(self.out)
@@ -144,7 +150,7 @@ class _TensorSink:
         )
 
     def _write_tensor(self, tensor: ir.TensorProtocol) -> None:
-        if isinstance(tensor, ir.ExternalTensor):
+        if isinstance(tensor, ir.ExternalTensor) and tensor.dtype.itemsize >= 1:
             # Straight from the mapped source, a piece at a time, so that no tensor is ever whole in memory.
             view = memoryview(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data)
             for start in range(0, len(view), 8 << 20):

@@ -44,7 +44,7 @@ def _no_constant_nodes(model: ir.Model) -> str | None:
 
 
 def _unique_names(model: ir.Model) -> str | None:
-    seen: set[str] = set()
+    seen: set[str] = {v.name or "" for v in (*model.graph.inputs, *model.graph.initializers.values())}
     for node in nodes_of(model):
         for value in node.outputs:
             if not value.name and value.uses():

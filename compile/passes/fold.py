@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from typing import ClassVar
 
 from onnxscript.optimizer import fold_constants
@@ -13,6 +14,11 @@ from compile.passes.base import Pass
 
 # The optimizer logs every node it leaves; the pass reports by its result.
 logging.getLogger("onnxscript").setLevel(logging.ERROR)
+
+# Of which a few elements say how large the result is.
+_GROWING = ("ConstantOfShape", "Expand", "Tile", "Range", "Resize", "OneHot", "Pad", "EyeLike", "Upsample")
+# An outer product of two such inputs still has no more than a quarter of a million elements.
+_UNKNOWN_RESULT_ELEMENTS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +42,17 @@ class FoldConstants(Pass):
             should_fold=self._should_fold,
         )
 
-    @staticmethod
-    def _should_fold(node: ir.Node) -> bool | None:
-        # These make large tensors of small ones before a cap on the result could be looked at.
-        return False if node.op_type in ("ConstantOfShape", "Expand", "Tile", "Range", "Resize", "OneHot") else None
+    def _should_fold(self, node: ir.Node) -> bool | None:
+        """False where the result is, or could be, larger than its cap: it would be computed before it is measured."""
+        if node.op_type in _GROWING:
+            return False
+        elements = sum(v.const_value.size for v in node.inputs if v is not None and v.const_value is not None)
+        for value in node.outputs:
+            dims = value.shape.dims if value.shape is not None else ("unknown",)
+            sizes = [dim for dim in dims if isinstance(dim, int)]
+            if len(sizes) == len(dims):
+                if math.prod(sizes) * 8 > self.max_output_bytes:
+                    return False
+            elif elements > _UNKNOWN_RESULT_ELEMENTS:
+                return False
+        return None

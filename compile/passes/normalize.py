@@ -9,7 +9,7 @@ from onnx_ir.passes import PassError, Sequential, common
 from onnxscript.version_converter import ConvertVersionPass
 
 from compile.errors import ModelError
-from compile.graph import ir
+from compile.graph import ir, nodes_of
 from compile.passes.base import Pass
 
 
@@ -31,9 +31,31 @@ class LiftConstants(Pass):
     ensures: ClassVar = ("no_constant_nodes",)
 
     def apply(self, model: ir.Model) -> None:
+        for node in list(nodes_of(model)):
+            if node.op_type == "Constant" and node.domain == "" and node.outputs[0].is_graph_output():
+                _free_from_output(node.outputs[0], node.graph)
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+        for graph in model.graphs():
+            for value in list(graph.initializers.values()):
+                if graph is not model.graph and value.is_graph_output():
+                    _free_from_output(value, graph)
+        # Weights of a subgraph go to the main graph, where they are written as external data like all others.
+        common.LiftSubgraphInitializersToMainGraphPass()(model)
         # IR versions below 4 list weights among the inputs, where a caller could override them.
         common.RemoveInitializersFromInputsPass()(model)
+
+
+def _free_from_output(value: ir.Value, graph: ir.Graph | ir.Function | None) -> None:
+    """Put an Identity between a constant and the graph output that it is, so that the constant can move."""
+    if graph is None:
+        raise ValueError(f"{value.name!r} belongs to no graph")
+    copy = ir.node("Identity", [None])
+    result = copy.outputs[0]
+    result.type, result.shape = value.type, value.shape
+    ir.convenience.replace_all_uses_with(value, result, replace_graph_outputs=True)
+    result.name, value.name = value.name, f"{value.name}.constant"
+    copy.replace_input_with(0, value)
+    graph.append(copy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +103,30 @@ class RemoveDeadCode(Pass):
     """Drop Identity nodes, nodes whose results nobody reads, unused weights and unused opset imports."""
 
     def apply(self, model: ir.Model) -> None:
-        Sequential(common.IdentityEliminationPass(), common.RemoveUnusedNodesPass(), common.RemoveUnusedOpsetsPass())(
-            model
-        )
+        for node in list(nodes_of(model)):
+            if node.op_type == "Identity" and node.domain == "":
+                _drop_identity(node)
+        Sequential(common.RemoveUnusedNodesPass(), common.RemoveUnusedOpsetsPass())(model)
+
+
+def _drop_identity(node: ir.Node) -> None:
+    source, copy, graph = node.inputs[0], node.outputs[0], node.graph
+    if source is None or graph is None:
+        return
+    if copy.is_graph_output():
+        # An output needs a producer in its own graph, and one that is not another output already.
+        producer = source.producer()
+        if producer is None or producer.graph is not graph or source.is_graph_output():
+            return
+    if source.type is None:
+        source.type = copy.type
+    if source.shape is None:
+        source.shape = copy.shape
+    takes_name = copy.is_graph_output()
+    ir.convenience.replace_all_uses_with(copy, source, replace_graph_outputs=True)
+    if takes_name:
+        source.name = copy.name
+    graph.remove(node, safe=True)
 
 
 @dataclasses.dataclass(frozen=True)
