@@ -35,6 +35,11 @@ class BlockFormat:
     block: int
     zero_point: bool
 
+    @property
+    def levels(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
     def blocks(self, k: int) -> int:
         return -(-k // self.block)
 
@@ -55,40 +60,63 @@ class BlockQuantized:
 
 
 def quantize_rows(rows: Float32, form: BlockFormat) -> BlockQuantized:
-    """Quantize float32 [N, K]; K is padded to whole blocks with zeros, which code exactly."""
-    n, k = rows.shape
-    blocks, levels = form.blocks(k), (1 << form.bits) - 1
-    padded = np.zeros((n, blocks * form.block), np.float32)
-    padded[:, :k] = rows
-    values = padded.reshape(n, blocks, form.block)
+    """Quantize float32 [N, K], one row per output; see `quantize_columns`."""
+    return quantize_columns(np.ascontiguousarray(rows.T), form)
+
+
+def quantize_columns(columns: Float32, form: BlockFormat) -> BlockQuantized:
+    """Quantize float32 [K, N], one column per output, as MatMul stores it.
+
+    K is padded to whole blocks with zeros, which code exactly. A block is `block` neighbouring values of one column,
+    so all arithmetic runs along N, in tiles that stay in the cache, and only the packed bytes are transposed.
+    """
+    k, n = columns.shape
+    blocks = form.blocks(k)
+    codes = np.empty((blocks, form.block * form.bits // 8, n), np.uint8)
+    scales = np.empty((blocks, n), np.float32)
+    zeros = np.empty((blocks, n), np.uint8) if form.zero_point else None
+    tile = np.empty((form.block, n), np.float32)
+    for index in range(blocks):
+        rows = columns[index * form.block : (index + 1) * form.block]
+        scales[index], offset = _block_scale(rows, form)
+        if zeros is not None:
+            zeros[index] = offset
+        # Codes are not negative, so adding a half and cutting off rounds to nearest.
+        np.multiply(rows, 1 / scales[index], out=tile[: len(rows)])
+        tile[len(rows) :] = 0
+        tile += offset + np.float32(0.5)
+        np.minimum(tile, form.levels + np.float32(0.5), out=tile)
+        np.maximum(tile, 0, out=tile)
+        codes[index] = _pack_rows(tile.astype(np.uint8), form.bits)
+    return BlockQuantized(
+        np.ascontiguousarray(codes.transpose(2, 0, 1)),
+        np.ascontiguousarray(scales.T),
+        None if zeros is None else np.ascontiguousarray(_pack_rows(zeros, form.bits).T),
+    )
+
+
+def _block_scale(rows: Float32, form: BlockFormat) -> tuple[Float32, Float32]:
+    """(scale, zero point as float) of every column's block."""
+    low, high = rows.min(axis=0), rows.max(axis=0)
     if form.zero_point:
-        low = np.minimum(values.min(axis=2), 0)
-        high = np.maximum(values.max(axis=2), 0)
-        scales = (high - low) / np.float32(levels)
-        scales[scales == 0] = 1
-        zeros = np.clip(np.rint(-low / scales), 0, levels)
-    else:
-        # A signed extreme takes the code that has no positive counterpart, so all codes are used.
-        extreme = np.where(values.max(axis=2) > -values.min(axis=2), values.max(axis=2), values.min(axis=2))
-        scales = extreme / np.float32(-(1 << (form.bits - 1)))
-        scales[scales == 0] = 1
-        zeros = np.full((n, blocks), 1 << (form.bits - 1), np.float32)
-    codes = values / scales[:, :, None]
-    codes += zeros[:, :, None]
-    np.rint(codes, out=codes)
-    np.clip(codes, 0, levels, out=codes)
-    packed = _pack(codes.astype(np.uint8), form.bits)
-    packed_zeros = _pack(zeros.astype(np.uint8), form.bits) if form.zero_point else None
-    return BlockQuantized(packed, scales.astype(np.float32), packed_zeros)
+        np.minimum(low, 0, out=low)
+        np.maximum(high, 0, out=high)
+        scale = (high - low) / np.float32(form.levels)
+        scale[scale == 0] = 1
+        return scale, np.clip(np.rint(-low / scale), 0, form.levels)
+    # A signed extreme takes the code that has no positive counterpart, so all codes are used.
+    middle = 1 << (form.bits - 1)
+    scale = np.where(high > -low, high, low) / np.float32(-middle)
+    scale[scale == 0] = 1
+    return scale, np.full(scale.shape, middle, np.float32)
 
 
-def _pack(codes: UInt8, bits: int) -> UInt8:
-    """Pack along the last axis; an odd last 4-bit code gets an empty upper half."""
+def _pack_rows(codes: UInt8, bits: int) -> UInt8:
+    """Pack pairs of rows; an odd last 4-bit row gets an empty upper half."""
     if bits == 8:
         return codes
-    low, high = codes[..., 0::2], codes[..., 1::2]
-    packed: UInt8 = low.copy()
-    packed[..., : high.shape[-1]] |= high << 4
+    packed: UInt8 = codes[0::2].copy()
+    packed[: len(codes) // 2] |= codes[1::2] << 4
     return packed
 
 
@@ -123,10 +151,10 @@ def quantize_matrix(name: str, weight: npt.NDArray[np.floating], transposed: boo
     scales = np.empty((n, form.blocks(k)), np.float32)
     zeros = np.empty(form.zero_point_shape(n, k), np.uint8) if form.zero_point else None
     for start, stop in _slabs(n, k):
-        slab = weight[start:stop] if transposed else weight[:, start:stop].T
-        rows = np.ascontiguousarray(slab, dtype=np.float32)
-        check_finite(name, rows)
-        part = quantize_rows(rows, form)
+        slab = weight[start:stop].T if transposed else weight[:, start:stop]
+        columns = np.ascontiguousarray(slab, dtype=np.float32)
+        check_finite(name, columns)
+        part = quantize_columns(columns, form)
         codes[start:stop], scales[start:stop] = part.codes, part.scales
         if zeros is not None and part.zero_points is not None:
             zeros[start:stop] = part.zero_points
