@@ -165,7 +165,7 @@ def _refuse_duplicate_keys(head: memoryview, data: Sequence[Raw]) -> None:
         kept += [head[at:start], b"0"]
         at = start + length
     kept.append(head[at:])
-    json.loads(b"".join(kept), object_pairs_hook=_unique)
+    _strict.decode(str(b"".join(kept), "utf-8"))
 
 
 def _address(buffer: Any) -> int:
@@ -178,6 +178,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) != len(pairs):
         raise ValueError("a key is given twice in one object")
     return fields
+
+
+_strict = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _dtype(item: _Input) -> DType:

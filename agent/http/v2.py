@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,14 +32,16 @@ from agent.http.codecs import (
 from agent.request import Result
 from agent.telemetry import CONTENT_TYPE
 from targets.errors import TightfitError, did_you_mean
-from targets.tensor import TensorSpec
+from targets.tensor import DType, TensorSpec
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 EXTENSIONS = ("binary_tensor_data",)
-# Bodies past this are parsed and written by a thread, so that health checks are answered meanwhile.
+# JSON past this is parsed and written by a thread, so that health checks are answered meanwhile. Raw tensors are only
+# copied, at gigabytes per second, and a hop to a thread costs more than a copy of some megabytes.
 _OFF_LOOP_BYTES = 64 << 10
+_OFF_LOOP_RAW_BYTES = 4 << 20
 # Parsing is Python work under one interpreter lock: more threads would only take turns.
 _THREADS = 2
 _MAX_ERROR_CHARACTERS = 2000
@@ -56,6 +59,7 @@ class V2:
         self._log = log.get("http")
         self._body_bytes = min(config.http.body_bytes, largest_body(self._model.contract))
         self._body_s = config.http.body_s
+        self._has_strings = any(spec.dtype is DType.STRING for spec in self._model.contract.inputs)
         self._threads = ThreadPoolExecutor(_THREADS, "codec")
 
     def application(self) -> web.Application:
@@ -140,22 +144,32 @@ class V2:
         body = await read_body(request, self._body_bytes, min(self._body_s, max(left_s, 0.001)))
         header_length = request.headers.get(HEADER_LENGTH)
         encoding = request.headers.get("Content-Encoding", "")
-        decoded = await self._in_turn(len(body), self._decode, body, encoding, header_length, slot)
+        quick = not encoding and self._quick(len(body), header_length)
+        decoded, nbytes = await self._in_turn(quick, self._decode, body, encoding, header_length, slot)
+        del body  # from here on its tensors stand in the slot
         if decoded.timeout_s is not None:
             self._gateway.set_timeout(call, decoded.timeout_s)
-        nbytes = tuple(len(payload) for payload in decoded.payloads)
-        del body
         result = await self._gateway.infer(call, decoded.shapes, nbytes, tuple(w.index for w in decoded.wishes))
         size = sum(output.nbytes for output in result.outputs)
         accept = request.headers.get("Accept-Encoding")
-        return await self._in_turn(size, self._encode, decoded, result, slot, accept)
+        raw = all(w.binary for w in decoded.wishes) and choose_encoding(accept, True, size) is None
+        quick = size < (_OFF_LOOP_RAW_BYTES if raw else _OFF_LOOP_BYTES)
+        return await self._in_turn(quick, self._encode, decoded, result, slot, accept)
 
-    def _decode(self, body: bytes, encoding: str, header_length: str | None, slot: int) -> InferRequest:
-        """Decode the body and write its tensors into the slot."""
+    def _quick(self, nbytes: int, header_length: str | None) -> bool:
+        """Whether a body takes no time to decode: little JSON, and not too much to copy."""
+        if header_length is None or not header_length.isdecimal() or self._has_strings:
+            return nbytes < _OFF_LOOP_BYTES
+        return nbytes < _OFF_LOOP_RAW_BYTES and int(header_length[:18]) < _OFF_LOOP_BYTES
+
+    def _decode(
+        self, body: bytes, encoding: str, header_length: str | None, slot: int
+    ) -> tuple[InferRequest, tuple[int, ...]]:
+        """Decode the body and write its tensors into the slot: (request without them, bytes of each)."""
         decoded = decode_infer(decompress(body, encoding, self._body_bytes), header_length, self._model.contract)
         for index, payload in enumerate(decoded.payloads):
             self._gateway.slab.input(slot, index)[: len(payload)] = np.frombuffer(payload, np.uint8)
-        return decoded
+        return replace(decoded, payloads=()), tuple(len(payload) for payload in decoded.payloads)
 
     def _encode(self, decoded: InferRequest, result: Result, slot: int, accept: str | None) -> web.Response:
         """Copy the outputs out of the slot, in the form each was asked for."""
@@ -206,9 +220,9 @@ class V2:
         request.writer.output_size = 0
         return None
 
-    async def _in_turn(self, nbytes: int, function: Callable[..., T], *arguments: Any) -> T:
+    async def _in_turn(self, quick: bool, function: Callable[..., T], *arguments: Any) -> T:
         """Call it: here when that takes no time, in a thread otherwise."""
-        if nbytes < _OFF_LOOP_BYTES:
+        if quick:
             return function(*arguments)
         return await self._off_loop(function, *arguments)
 
