@@ -25,6 +25,8 @@ UInt8 = npt.NDArray[np.uint8]
 # Rows are transformed in slabs of about this many bytes of float32: large enough for numpy to be efficient,
 # small enough that the temporaries (about five times this) are nothing beside a runtime.
 SLAB_BYTES = 8 << 20
+# A scale below this may have no finite reciprocal; weights that small are coded as zero.
+_TINY = np.finfo(np.float32).tiny
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,13 +103,13 @@ def _block_scale(rows: Float32, form: BlockFormat) -> tuple[Float32, Float32]:
     if form.zero_point:
         np.minimum(low, 0, out=low)
         np.maximum(high, 0, out=high)
-        scale = (high - low) / np.float32(form.levels)
-        scale[scale == 0] = 1
+        scale = high / np.float32(form.levels) - low / np.float32(form.levels)
+        scale[scale < _TINY] = 1
         return scale, np.clip(np.rint(-low / scale), 0, form.levels)
     # A signed extreme takes the code that has no positive counterpart, so all codes are used.
     middle = 1 << (form.bits - 1)
     scale = np.where(high > -low, high, low) / np.float32(-middle)
-    scale[scale == 0] = 1
+    scale[np.abs(scale) < _TINY] = 1
     return scale, np.full(scale.shape, middle, np.float32)
 
 
