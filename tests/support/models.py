@@ -1,0 +1,123 @@
+"""Small ONNX models, written by hand, and the compiler's steps one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper
+
+from compile.backends.base import Lowered
+from compile.backends.ort_lowering import lower
+from compile.graph import ir, load_model
+from compile.passes.base import run_passes
+from compile.passes.normalize import FixNames, RemoveDeadCode, SortNodes
+from compile.pipeline import NORMALIZE
+from compile.quantize.schemes import SCHEMES
+from compile.shapes import bind_shapes, parse_shape
+from compile.writer import BundleWriter
+
+Array = npt.NDArray[Any]
+FLOAT = TensorProto.FLOAT
+SCHEME_NAMES = tuple(SCHEMES)
+
+
+def normal(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def value(name: str, shape: Sequence[int | str | None] | None, element: int = FLOAT) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, element, shape)
+
+
+def init(name: str, array: Any) -> onnx.TensorProto:
+    return onnx.numpy_helper.from_array(np.asarray(array), name)
+
+
+def node(op: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> onnx.NodeProto:
+    return helper.make_node(op, list(inputs), list(outputs), **attributes)
+
+
+def model(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: Sequence[onnx.ValueInfoProto],
+    weights: Sequence[onnx.TensorProto] = (),
+    opset: int = 17,
+    ir_version: int = 8,
+    functions: Sequence[onnx.FunctionProto] = (),
+    domains: Sequence[str] = (),
+) -> onnx.ModelProto:
+    graph = helper.make_graph(list(nodes), "g", list(inputs), list(outputs), list(weights))
+    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, 1) for d in domains)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=ir_version, functions=list(functions))
+
+
+def save(folder: Path, proto: onnx.ModelProto, name: str = "model.onnx") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_bytes(proto.SerializeToString())
+    return path
+
+
+def external(name: str, dims: Sequence[int], element: int = FLOAT, **entries: object) -> onnx.TensorProto:
+    """A tensor whose bytes are said to stand elsewhere: location=, offset=, length=."""
+    tensor = TensorProto(name=name, data_type=element, dims=dims, data_location=TensorProto.EXTERNAL)
+    for key, entry in entries.items():
+        tensor.external_data.add(key=key, value=str(entry))
+    return tensor
+
+
+def mlp(folder: Path, rows: int | str = 2, k: int = 64, n: int = 96, seed: int = 0) -> Path:
+    """`y = relu(x @ w) @ v`, [rows,k] -> [rows,k]."""
+    nodes = [
+        node("MatMul", ["x", "w"], ["a"], name="first"),
+        node("Relu", ["a"], ["b"], name="relu"),
+        node("MatMul", ["b", "v"], ["y"], name="second"),
+    ]
+    weights = [init("w", normal(k, n, seed=seed)), init("v", normal(n, k, seed=seed + 1))]
+    return save(folder, model(nodes, [value("x", [rows, k])], [value("y", [rows, k])], weights))
+
+
+def prepared(path: Path, *shapes: str) -> ir.Model:
+    """The graph as lowering gets it."""
+    graph = load_model(path)
+    bind_shapes(graph, tuple(map(parse_shape, shapes)))
+    run_passes(graph, NORMALIZE)
+    return graph
+
+
+def lowered(path: Path, scheme: str, *shapes: str) -> tuple[ir.Model, Lowered]:
+    graph = prepared(path, *shapes)
+    report = lower(graph, SCHEMES[scheme])
+    run_passes(graph, (RemoveDeadCode(), FixNames(), SortNodes()))
+    return graph, report
+
+
+def emit(path: Path, scheme: str, folder: Path, *shapes: str) -> tuple[Path, Lowered]:
+    """Write the graph as a bundle would hold it, without a plan; returns the segment."""
+    graph, report = lowered(path, scheme, *shapes)
+    with BundleWriter(folder / f"{scheme}.tfb") as writer:
+        writer.add_graph("segments/00.onnx", "weights.bin", graph, lambda _: None)
+        (writer.folder / "segments").rename(folder / scheme)
+    return folder / scheme / "00.onnx", report
+
+
+def run(path: Path, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    """Outputs by name, from onnxruntime with its optimizer off."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, dict(inputs)), strict=True))
+
+
+def relative(reference: Array, other: Array) -> float:
+    """Relative L2 error."""
+    return float(np.linalg.norm(reference - other) / np.linalg.norm(reference))
