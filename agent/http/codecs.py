@@ -7,7 +7,6 @@ Everything a client can get wrong raises ContractError or RefusedError, which th
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Sequence
@@ -19,8 +18,8 @@ import numpy as np
 from msgspec import UNSET, Meta, Raw, UnsetType
 from numpy.typing import NDArray
 
-from agent.errors import Reason, RefusedError
-from agent.strings import pack_strings, unpack_strings
+from agent.http.json_data import pack_json, unpack_json
+from agent.strings import unpack_strings
 from targets.errors import ContractError, did_you_mean
 from targets.tensor import FROM_OIP, Contract, DType, TensorSpec, human
 
@@ -197,7 +196,9 @@ def _payload(item: _Input, spec: TensorSpec, binary: memoryview) -> tuple[Payloa
     count = math.prod(item.shape)
     payload: Payload
     if "binary_data_size" not in item.parameters:
-        payload = _from_json(item, spec, count)
+        if not isinstance(item.data, Raw):
+            raise ContractError(f"input {spec.name!r} has no data", "give data, or binary_data_size and the bytes")
+        payload = pack_json(item.data, spec, item.shape)
     else:
         size = item.parameters["binary_data_size"]
         if type(size) is not int or size < 0 or size > len(binary):
@@ -231,79 +232,6 @@ def _check_binary(payload: memoryview, spec: TensorSpec, shape: list[int], count
         )
     if spec.dtype is DType.BOOL and needed and int(np.frombuffer(payload, np.uint8).max()) > 1:
         raise ContractError(f"input {spec.name!r} has a BOOL byte that is neither 0 nor 1")
-
-
-def _from_json(item: _Input, spec: TensorSpec, count: int) -> bytes:
-    if not isinstance(item.data, Raw):
-        raise ContractError(f"input {spec.name!r} has no data", "give data, or binary_data_size and the bytes")
-    if spec.dtype is DType.FLOAT16:
-        raise ContractError(f"input {spec.name!r}: FP16 cannot be given as JSON", "send it as binary data")
-    depth = _nesting(memoryview(item.data), limit=max(len(item.shape), 1) + 1)
-    if depth not in (1, len(item.shape)):
-        raise ContractError(
-            f"input {spec.name!r} has data nested {depth} deep", f"it must be flat or nested as its shape {item.shape}"
-        )
-    try:
-        values = _data_decoder(spec.dtype, depth).decode(item.data)
-        return _pack(values, spec, item.shape if depth > 1 else [count])
-    except RecursionError:
-        raise ContractError(f"input {spec.name!r}: data is nested too deeply") from None
-    except (msgspec.DecodeError, ValueError, OverflowError) as error:
-        raise ContractError(f"input {spec.name!r}: {error}") from None
-
-
-def _pack(values: list[Any], spec: TensorSpec, shape: list[int]) -> bytes:
-    """Raw bytes of decoded JSON data that must have this shape."""
-    if spec.dtype is DType.STRING:
-        array = np.array(values, dtype=object)
-    else:
-        with np.errstate(over="ignore"):
-            array = np.array(values, dtype=spec.dtype.numpy)
-    if list(array.shape) != shape:
-        raise ValueError(f"data has {_elements(array.shape)}, its shape needs {_elements(shape)}")
-    if spec.dtype is DType.STRING:
-        return pack_strings(text.encode("utf-8") for text in array.ravel())
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise ValueError(f"a number is too large for {spec.dtype.oip}")
-    return array.tobytes()
-
-
-def _elements(shape: Sequence[int]) -> str:
-    return f"{shape[0]} elements" if len(shape) == 1 else f"nested shape {list(shape)}"
-
-
-def _nesting(data: memoryview, limit: int) -> int:
-    """Number of `[` that the data begins with, at most `limit`."""
-    depth = 0
-    for byte in data:
-        if byte == 0x5B:
-            depth += 1
-        elif byte not in b" \t\r\n":
-            break
-        if depth >= limit:
-            break
-    return depth
-
-
-@functools.lru_cache(maxsize=256)
-def _data_decoder(dtype: DType, depth: int) -> msgspec.json.Decoder[Any]:
-    kind: Any = _element_type(dtype)
-    for _ in range(depth):
-        kind = list[kind]
-    return msgspec.json.Decoder(kind)
-
-
-def _element_type(dtype: DType) -> Any:
-    if dtype is DType.BOOL:
-        return bool
-    if dtype is DType.STRING:
-        return str
-    if dtype in (DType.FLOAT32, DType.FLOAT64):
-        return float
-    info = np.iinfo(np.dtype(dtype.numpy))
-    # msgspec takes bounds within int64 only; numpy refuses what is past them in 64-bit types.
-    most = None if info.bits == 64 else int(info.max)
-    return Annotated[int, Meta(ge=int(info.min)), Meta(le=most)]
 
 
 def _refuse_extensions(name: str, parameters: Parameters) -> None:
@@ -365,33 +293,10 @@ def encode_infer(name: str, version: str, id: str | None, outputs: Sequence[Outp
             tensor["parameters"] = {"binary_data_size": output.data.nbytes}
             raw.append(output.data.data)
         else:
-            tensor["data"] = _to_json(output)
+            tensor["data"] = unpack_json(output.data, output.spec, output.shape)
         tensors.append(tensor)
     head: dict[str, Any] = {"model_name": name, "model_version": version}
     if id is not None:
         head["id"] = id
     text = msgspec.json.encode({**head, "outputs": tensors})
     return (b"".join((text, *raw)), len(text)) if raw else (text, None)
-
-
-def _to_json(output: OutputTensor) -> list[Any]:
-    """Values in row-major order."""
-    spec = output.spec
-    if spec.dtype is DType.STRING:
-        try:
-            return [item.decode("utf-8") for item in unpack_strings(output.data.data, math.prod(output.shape))]
-        except UnicodeDecodeError:
-            raise _not_json(spec, "has bytes that are not UTF-8") from None
-    if spec.dtype is DType.FLOAT16:
-        raise _not_json(spec, "is FP16, which has no JSON form")
-    values = output.data.view(np.dtype(spec.dtype.numpy))
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        raise _not_json(spec, "has NaN or infinity, which JSON cannot say")
-    listed: list[Any] = values.tolist()
-    return listed
-
-
-def _not_json(spec: TensorSpec, why: str) -> RefusedError:
-    return RefusedError(
-        Reason.NOT_JSON, f"output {spec.name!r} {why}", "ask for it with the output parameter binary_data = true"
-    )

@@ -382,6 +382,30 @@ def test_mixed_outputs_keep_their_order() -> None:
     assert body[length:] == np.int32([1, 3]).tobytes()
 
 
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT64, DType.BOOL])
+def test_long_data_is_read_and_written_in_pieces(dtype: DType) -> None:
+    spec = dense("x", dtype, 50_000)
+    contract = Contract((spec,), (spec,), {})
+    values = np.random.default_rng(7).integers(-1000, 1000, 50_000).astype(dtype.numpy)
+    body = json.dumps({"inputs": [tensor(values.tolist(), datatype=dtype.oip, shape=[50_000])]}, indent=2).encode()
+    raw = decode(body, contract).payloads[0]
+    assert raw == values.tobytes()
+    output = OutputTensor(spec, (50_000,), np.frombuffer(raw, np.uint8), binary=False)
+    assert json.loads(encode_infer("m", "1", None, [output])[0])["outputs"][0]["data"] == values.tolist()
+    for count in (49_999, 50_001, 70_000):
+        with pytest.raises(ContractError, match=f"data has {count} elements, its shape needs 50000 elements"):
+            decode(body_of(tensor(values.tolist()[:1] * count, datatype=dtype.oip, shape=[50_000])), contract)
+
+
+@pytest.mark.parametrize("element", ['"0,0"', "[0,0]", '{"a":0,"b":0}', "null", "0" + " " * 70_000, '",'])
+def test_only_numbers_are_cut_at_commas(element: str) -> None:
+    spec = dense("x", DType.FLOAT32, 40_000)
+    text = "0," * 20_000 + element + ",0" * 19_999
+    body = json.dumps({"inputs": [tensor(shape=[40_000])]}).replace("40000]", '40000],"data":[' + text + "]")
+    with pytest.raises(ContractError):
+        decode(body.encode(), Contract((spec,), (spec,), {}))
+
+
 def test_largest_body_holds_what_the_contract_takes() -> None:
     contract = contract_of(DType.FLOAT64, 8, 8)
     values = [[-1.7976931348623157e308] * 8] * 8

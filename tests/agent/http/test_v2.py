@@ -5,12 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from targets.tensor import DType
 from tests.support import bundles
 from tests.support.agents import Agent, serving
 
@@ -204,3 +208,24 @@ def test_metrics_tell_outcomes_and_memory(agent: Agent) -> None:
     assert after["tightfit_in_flight"] == 0
     for process in ("gateway", "engine"):
         assert after[f'tightfit_memory_bytes{{kind="anonymous",process="{process}"}}'] > 1 << 20
+
+
+def test_health_is_answered_while_a_large_body_is_parsed(tmp_path: Path) -> None:
+    count = 2_000_000
+    bundle = bundles.identity(tmp_path / "large.tfb", DType.FLOAT32, (count,))
+    with serving(bundle, tmp_path / "log") as agent, ThreadPoolExecutor(1) as threads:
+        body = (
+            b'{"inputs":[{"name":"x","datatype":"FP32","shape":[%d],"data":[' % count + b"0.5," * (count - 1) + b"1]}]}"
+        )
+        answer = threads.submit(agent.post, body)
+        took = []
+        while not answer.done():
+            started = time.perf_counter()
+            assert agent.request("/v2/health/live")[0] == 200
+            took.append(time.perf_counter() - started)
+            time.sleep(0.02)
+        status, text, _ = answer.result()
+    assert status == 200
+    assert text.endswith(b"0.5,1.0]}]}")
+    # Without threads and pieces this is the better part of a second.
+    assert max(took) < 0.25

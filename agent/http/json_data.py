@@ -1,0 +1,150 @@
+"""Tensor data as JSON: pure functions between a list, flat or nested in row-major order, and raw bytes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Raw
+from numpy.typing import NDArray
+
+from agent.errors import Reason, RefusedError
+from agent.strings import pack_strings, unpack_strings
+from targets.errors import ContractError
+from targets.tensor import DType, TensorSpec
+
+# JSON numbers are read and written in pieces that take about a millisecond.
+_PIECE_BYTES = 64 << 10
+_PIECE_ELEMENTS = 8 << 10
+
+
+def pack_json(data: Raw, spec: TensorSpec, shape: list[int]) -> bytes:
+    """Raw little-endian bytes (BYTES length-prefixed) of JSON data, flat or nested; raises ContractError."""
+    if spec.dtype is DType.FLOAT16:
+        raise ContractError(f"input {spec.name!r}: FP16 cannot be given as JSON", "send it as binary data")
+    depth = _nesting(memoryview(data), limit=max(len(shape), 1) + 1)
+    if depth not in (1, len(shape)):
+        raise ContractError(
+            f"input {spec.name!r} has data nested {depth} deep", f"it must be flat or nested as its shape {shape}"
+        )
+    try:
+        if depth == 1 and spec.dtype is not DType.STRING:
+            return _pack_numbers(memoryview(data), spec, math.prod(shape))
+        values = _data_decoder(spec.dtype, depth).decode(data)
+        return _pack(values, spec, shape if depth > 1 else [math.prod(shape)])
+    except RecursionError:
+        raise ContractError(f"input {spec.name!r}: data is nested too deeply") from None
+    except (msgspec.DecodeError, ValueError, OverflowError) as error:
+        raise ContractError(f"input {spec.name!r}: {error}") from None
+
+
+def _pack_numbers(data: memoryview, spec: TensorSpec, count: int) -> bytes:
+    """Raw bytes of a flat list, decoded piece by piece: a float in a Python list is eight times its FP32, and one long
+    call would keep every other thread waiting. Numbers hold no comma, so anything else fails in its piece."""
+    decoder = _data_decoder(spec.dtype, 1)
+    array = np.empty(count, spec.dtype.numpy)
+    at, end, found = 1, len(data) - 1, 0
+    while at < end:
+        piece = bytes(data[at : min(at + _PIECE_BYTES, end)])
+        if at + len(piece) < end:
+            cut = piece.rfind(b",")
+            if cut < 0:
+                raise ValueError("a number is longer than any number needs to be")
+            piece = piece[:cut]
+        values = decoder.decode(b"[" + piece + b"]")
+        with np.errstate(over="ignore"):
+            # What is too much is only counted, for the message.
+            array[found : found + len(values)] = values[: max(count - found, 0)]
+        found += len(values)
+        at += len(piece) + 1
+    if found != count:
+        raise ValueError(f"data has {_elements([found])}, its shape needs {_elements([count])}")
+    _check_finite(array, spec)
+    return array.tobytes()
+
+
+def _check_finite(array: NDArray[Any], spec: TensorSpec) -> None:
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise ValueError(f"a number is too large for {spec.dtype.oip}")
+
+
+def _pack(values: list[Any], spec: TensorSpec, shape: list[int]) -> bytes:
+    """Raw bytes of decoded JSON data that must have this shape."""
+    if spec.dtype is DType.STRING:
+        array = np.array(values, dtype=object)
+    else:
+        with np.errstate(over="ignore"):
+            array = np.array(values, dtype=spec.dtype.numpy)
+    if list(array.shape) != shape:
+        raise ValueError(f"data has {_elements(array.shape)}, its shape needs {_elements(shape)}")
+    if spec.dtype is DType.STRING:
+        return pack_strings(text.encode("utf-8") for text in array.ravel())
+    _check_finite(array, spec)
+    return array.tobytes()
+
+
+def _elements(shape: Sequence[int]) -> str:
+    return f"{shape[0]} elements" if len(shape) == 1 else f"nested shape {list(shape)}"
+
+
+def _nesting(data: memoryview, limit: int) -> int:
+    """Number of `[` that the data begins with, at most `limit`."""
+    depth = 0
+    for byte in data:
+        if byte == 0x5B:
+            depth += 1
+        elif byte not in b" \t\r\n":
+            break
+        if depth >= limit:
+            break
+    return depth
+
+
+@functools.lru_cache(maxsize=256)
+def _data_decoder(dtype: DType, depth: int) -> msgspec.json.Decoder[Any]:
+    kind: Any = _element_type(dtype)
+    for _ in range(depth):
+        kind = list[kind]
+    return msgspec.json.Decoder(kind)
+
+
+def _element_type(dtype: DType) -> Any:
+    if dtype is DType.BOOL:
+        return bool
+    if dtype is DType.STRING:
+        return str
+    if dtype in (DType.FLOAT32, DType.FLOAT64):
+        return float
+    info = np.iinfo(np.dtype(dtype.numpy))
+    # msgspec takes bounds within int64 only; numpy refuses what is past them in 64-bit types.
+    most = None if info.bits == 64 else int(info.max)
+    return Annotated[int, Meta(ge=int(info.min)), Meta(le=most)]
+
+
+def unpack_json(data: NDArray[np.uint8], spec: TensorSpec, shape: Sequence[int]) -> list[str] | Raw:
+    """Values in row-major order; numbers already as JSON, made piece by piece as they are read.
+
+    Raises RefusedError(NOT_JSON) for what JSON cannot say.
+    """
+    if spec.dtype is DType.STRING:
+        try:
+            return [item.decode("utf-8") for item in unpack_strings(data.data, math.prod(shape))]
+        except UnicodeDecodeError:
+            raise _not_json(spec, "has bytes that are not UTF-8") from None
+    if spec.dtype is DType.FLOAT16:
+        raise _not_json(spec, "is FP16, which has no JSON form")
+    values = data.view(np.dtype(spec.dtype.numpy))
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise _not_json(spec, "has NaN or infinity, which JSON cannot say")
+    pieces = (values[at : at + _PIECE_ELEMENTS] for at in range(0, values.size, _PIECE_ELEMENTS))
+    return Raw(b"[" + b",".join(msgspec.json.encode(piece.tolist())[1:-1] for piece in pieces) + b"]")
+
+
+def _not_json(spec: TensorSpec, why: str) -> RefusedError:
+    return RefusedError(
+        Reason.NOT_JSON, f"output {spec.name!r} {why}", "ask for it with the output parameter binary_data = true"
+    )
