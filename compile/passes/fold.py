@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from onnxscript.optimizer import fold_constants
 
+from compile.errors import ModelError
 from compile.graph import ir
 from compile.passes.base import Pass
 
@@ -18,41 +19,54 @@ logging.getLogger("onnxscript").setLevel(logging.ERROR)
 # Of which a few elements say how large the result is.
 _GROWING = ("ConstantOfShape", "Expand", "Tile", "Range", "Resize", "OneHot", "Pad", "EyeLike", "Upsample")
 # An outer product of two such inputs still has no more than a quarter of a million elements.
-_UNKNOWN_RESULT_ELEMENTS = 1024
+_UNKNOWN_RESULT_ELEMENTS = 512
+# Smaller ones are shapes and factors, not weights.
+_WEIGHT_ELEMENTS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class FoldConstants(Pass):
-    """Compute nodes whose inputs are all constant, each input and output at most so many bytes.
+    """Compute nodes whose inputs are all constant, each input and output at most so many elements.
 
     The caps keep the graph from growing: an 84-byte file can ask for a constant of 16 GB.
     """
 
-    max_input_bytes: int = 1 << 16
-    max_output_bytes: int = 1 << 18
+    max_input_elements: int = 1 << 14
+    max_output_elements: int = 1 << 16
 
     requires: ClassVar = ("no_constant_nodes", "sorted")
 
     def apply(self, model: ir.Model) -> None:
-        fold_constants(
-            model,
-            onnx_shape_inference=False,
-            input_size_limit=self.max_input_bytes,
-            output_size_limit=self.max_output_bytes,
-            should_fold=self._should_fold,
-        )
+        try:
+            fold_constants(
+                model,
+                onnx_shape_inference=False,
+                input_size_limit=self.max_input_elements,
+                output_size_limit=self.max_output_elements,
+                should_fold=self._should_fold,
+            )
+        except RuntimeError as error:
+            reason = error.__cause__ or error
+            raise ModelError(f"constants cannot be folded: {error}: {reason}", "export the model again") from None
 
     def _should_fold(self, node: ir.Node) -> bool | None:
         """False where the result is, or could be, larger than its cap: it would be computed before it is measured."""
         if node.op_type in _GROWING:
             return False
-        elements = sum(v.const_value.size for v in node.inputs if v is not None and v.const_value is not None)
+        if node.op_type == "Transpose" and any(_size(v) >= _WEIGHT_ELEMENTS for v in node.inputs):
+            # Lowering looks through it; folded, a tied table and matrix would be stored twice.
+            return False
+        elements = sum(map(_size, node.inputs))
         for value in node.outputs:
             dims = value.shape.dims if value.shape is not None else ("unknown",)
             sizes = [dim for dim in dims if isinstance(dim, int)]
             if len(sizes) == len(dims):
-                if math.prod(sizes) * 8 > self.max_output_bytes:
+                if math.prod(sizes) > self.max_output_elements:
                     return False
             elif elements > _UNKNOWN_RESULT_ELEMENTS:
                 return False
         return None
+
+
+def _size(value: ir.Value | None) -> int:
+    return value.const_value.size if value is not None and value.const_value is not None else 0
