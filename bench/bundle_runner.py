@@ -32,7 +32,8 @@ class BundleRunner:
         self.manifest: Manifest = read_manifest(folder)
         verify_files(folder, self.manifest)
         self._steps = [
-            (segment, session_of(folder / segment.file, threads, segment.settings)) for segment in self.manifest.segments
+            (segment, session_of(folder / segment.file, threads, segment.settings))
+            for segment in self.manifest.segments
         ]
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
