@@ -73,7 +73,7 @@ class BundleWriter:
                 if tensor is None:
                     continue
                 if tensor.dtype == ir.DataType.STRING:
-                    continue
+                    continue  # ONNX keeps strings in the graph file
                 if tensor.nbytes < INLINE_BYTES:
                     value.const_value = ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=value.name)
                 else:

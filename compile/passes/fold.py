@@ -51,7 +51,7 @@ class FoldConstants(Pass):
 
     def _should_fold(self, node: ir.Node) -> bool | None:
         """False where the result is, or could be, larger than its cap: it would be computed before it is measured."""
-        if node.op_type in _GROWING:
+        if node.op_type in _GROWING or any(v is not None and v.dtype == ir.DataType.STRING for v in node.inputs):
             return False
         if node.op_type == "Transpose" and any(_size(v) >= _WEIGHT_ELEMENTS for v in node.inputs):
             # Lowering looks through it; folded, a tied table and matrix would be stored twice.

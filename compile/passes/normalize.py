@@ -131,12 +131,21 @@ def _drop_identity(node: ir.Node) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class FixNames(Pass):
-    """Give every node and value a name of its own; inputs and outputs keep theirs."""
+    """Give every node and value a name of its own, across all subgraphs; inputs and outputs keep theirs."""
 
     ensures: ClassVar = ("unique_names",)
 
     def apply(self, model: ir.Model) -> None:
         common.NameFixPass()(model)
+        # That pass works by scope: two branches may still use one name.
+        top = model.graph
+        owner = {v.name: v for v in (*top.inputs, *top.initializers.values(), *top.outputs)}
+        inner = (v for graph in model.graphs() if graph is not top for v in graph.inputs)
+        for value in (*inner, *(v for node in nodes_of(model) for v in node.outputs)):
+            name, count = value.name, 0
+            while value.name and owner.setdefault(value.name, value) is not value:
+                count += 1
+                value.name = f"{name}_{count}"
 
 
 @dataclasses.dataclass(frozen=True)
