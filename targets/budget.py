@@ -62,7 +62,13 @@ class MemoryPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 PHASES = ("load", "run")
-NEEDED_TERMS = {"load": ("runtime", "weights"), "run": ("runtime", "weights", "activations", "io_slots")}
+FINALISE = "finalise"
+"""First phase of a plan whose weights are laid out anew on the board; others have none."""
+NEEDED_TERMS = {
+    FINALISE: ("runtime", "weights"),
+    "load": ("runtime", "weights"),
+    "run": ("runtime", "weights", "activations", "io_slots"),
+}
 
 
 def budget_bytes(board: Board) -> int:
@@ -79,7 +85,7 @@ def budget_of_machine(mem_total_bytes: int, os_reserve_bytes: int) -> int:
 def check_plan(plan: MemoryPlan, budget: int) -> None:
     """Judge a certificate; trusts nothing but the terms. Raises BudgetError at the first that does not hold."""
     names = tuple(phase.name for phase in plan.phases)
-    if names != PHASES:
+    if names not in (PHASES, (FINALISE, *PHASES)):
         raise BudgetError(f"the plan has phases {', '.join(names) or 'none'}", f"needed: {', '.join(PHASES)}")
     for phase in plan.phases:
         missing = [name for name in NEEDED_TERMS[phase.name] if phase.term(name) is None]

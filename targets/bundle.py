@@ -11,6 +11,7 @@ NAME.tfb/
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import re
 import stat
@@ -47,6 +48,19 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights_sha256: str
 
 
+class Residency(str, enum.Enum):
+    """Where a segment's weights are while the bundle is served. The plan chooses; a person can."""
+
+    HEAP = "heap"
+    """Copied once, as the kernels want them: fastest, all of it anonymous memory."""
+    MAPPED = "mapped"
+    """Laid out once on the board, into a file (`tightfit-agent finalise`), and mapped: evictable, hardly anonymous."""
+    STREAMED = "streamed"
+    """As mapped, but opened for its turn and closed after it, the next one read ahead meanwhile."""
+    UNPACKED = "unpacked"
+    """Mapped as the bundle holds it, never laid out anew: for float weights that fit in no other way, slow."""
+
+
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One graph that a runtime loads. `settings` are the runtime's own, and part of what the plan rests on."""
 
@@ -54,6 +68,7 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     settings: dict[str, str] = {}
+    residency: Residency = Residency.HEAP
 
 
 class SampleTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
