@@ -1,0 +1,82 @@
+"""The predicted resident memory of a loaded model against the kernel's own figures, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compile.backends.ort_footprint import weight_footprint
+from compile.graph import load_model
+from tests.support.models import SCHEME_NAMES, emit, init, model, node, normal, save, value
+
+MEASURE = """
+import gc, json, sys
+import numpy as np, onnxruntime
+
+def smaps():
+    sums = {}
+    for line in open("/proc/self/smaps_rollup"):
+        key, _, rest = line.partition(":")
+        if key in ("Pss_Anon", "Pss_File"):
+            sums[key] = int(rest.split()[0]) * 1024
+    return sums
+
+def options(settings):
+    made = onnxruntime.SessionOptions()
+    made.enable_mem_pattern = False
+    made.intra_op_num_threads = 1
+    for key, entry in settings.items():
+        made.add_session_config_entry(key, entry)
+    return made
+
+settings = json.loads(sys.argv[2])
+providers = ["CPUExecutionProvider"]
+warm = onnxruntime.InferenceSession(sys.argv[3], options(settings), providers=providers)
+warm.run(None, {"x": np.zeros((1, 1024), np.float32)})
+gc.collect()
+before = smaps()
+session = onnxruntime.InferenceSession(sys.argv[1], options(settings), providers=providers)
+gc.collect()
+after = smaps()
+print(json.dumps({key: after[key] - before[key] for key in before}))
+"""
+
+
+def stack(folder: Path, layers: int) -> Path:
+    """4 MiB of weights a layer."""
+    nodes = [node("MatMul", [f"a{i}", f"w{i}"], [f"a{i + 1}"], name=f"m{i}") for i in range(layers)]
+    nodes[0].input[0], nodes[-1].output[0] = "x", "y"
+    weights = [init(f"w{i}", normal(1024, 1024, seed=i)) for i in range(layers)]
+    return save(folder, model(nodes, [value("x", [1, 1024])], [value("y", [1, 1024])], weights))
+
+
+@pytest.mark.parametrize("scheme", SCHEME_NAMES)
+def test_the_heap_of_a_loaded_model_is_predicted(tmp_path: Path, scheme: str) -> None:
+    settings = {
+        "session.use_device_allocator_for_initializers": "1",
+        "session.intra_op.allow_spinning": "0",
+    }
+    segment, _ = emit(stack(tmp_path / "large", 15), scheme, tmp_path / "large")
+    warm, _ = emit(stack(tmp_path / "small", 1), scheme, tmp_path / "small")
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(segment), json.dumps(settings), str(warm)],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    measured = json.loads(done.stdout)["Pss_Anon"]
+    predicted = weight_footprint(load_model(segment))
+    assert predicted.heap > 7 << 20
+    assert measured == pytest.approx(predicted.heap + predicted.session, rel=0.15)
+
+
+def test_a_weight_that_no_kernel_copies_stays_mapped(tmp_path: Path) -> None:
+    nodes = [node("Gather", ["t", "i"], ["a"]), node("MatMul", ["a", "w"], ["y"])]
+    inputs = [value("i", [2], 7)]
+    weights = [init("t", normal(100, 64)), init("w", normal(64, 32))]
+    segment, _ = emit(save(tmp_path, model(nodes, inputs, [value("y", [2, 32])], weights)), "fp32", tmp_path)
+    found = weight_footprint(load_model(segment))
+    assert found.mapped == 100 * 64 * 4
+    assert found.heap == 64 * 32 * 4

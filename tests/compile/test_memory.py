@@ -1,0 +1,112 @@
+"""The planner against the checker of `targets`, and the search for the arena that a runtime really needs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compile.backends.base import Step, Trace, WeightFootprint
+from compile.memory import ALIGNMENT, Footprint, activation_buffers, arena_in_practice, place, plan
+from targets.arena import Buffer, check_arena, lower_bound
+from targets.board import load_board
+from targets.budget import budget_bytes, check_plan
+from targets.errors import BudgetError
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Buffer, ...]:
+    spans = draw(
+        st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.integers(0, 40)), min_size=0, max_size=40)
+    )
+    return tuple(Buffer(f"b{i}", low, low + span, n * ALIGNMENT) for i, (low, span, n) in enumerate(spans))
+
+
+def greedy_by_size(buffers: tuple[Buffer, ...]) -> int:
+    """Height of the plain greedy-by-size plan, written apart from the planner: every offset is tried."""
+    placed: list[tuple[Buffer, int]] = []
+    for buffer in sorted(buffers, key=lambda b: (-b.nbytes, b.lower)):
+        live = [(b, at) for b, at in placed if b.lower < buffer.upper and buffer.lower < b.upper]
+        for offset in sorted({0, *(at + b.nbytes for b, at in live)}):
+            if all(offset + buffer.nbytes <= at or at + b.nbytes <= offset for b, at in live):
+                placed.append((buffer, offset))
+                break
+    return max((at + b.nbytes for b, at in placed), default=0)
+
+
+@given(problems())
+def test_every_plan_holds_and_is_no_worse_than_greedy(buffers: tuple[Buffer, ...]) -> None:
+    arena = place(buffers)
+    check_arena(arena)
+    assert lower_bound(buffers) <= arena.height <= greedy_by_size(buffers)
+    assert sorted(p.name for p in arena.buffers) == sorted(b.name for b in buffers)
+    by_name = {b.name: b for b in buffers}
+    for placed in arena.buffers:
+        wanted = by_name[placed.name]
+        assert (placed.lower, placed.upper, placed.nbytes) == (wanted.lower, wanted.upper, wanted.nbytes)
+    assert place(tuple(reversed(buffers))).height >= arena.lower_bound
+
+
+def step(name: str, reads: str, writes: str, size: int, allocated: int | None = None, inner: bool = False) -> Step:
+    return Step(name, "Op", tuple(reads), tuple(writes), (size,), size if allocated is None else allocated, inner)
+
+
+def test_a_buffer_lives_from_its_kernel_to_its_last_reader() -> None:
+    trace = Trace((step("1", "x", "a", 256), step("2", "a", "b", 512), step("3", "ab", "y", 256)), {"y": 256}, 0)
+    assert [(b.name, b.lower, b.upper, b.nbytes) for b in activation_buffers(trace)] == [
+        ("a", 0, 3, 256), ("b", 1, 3, 512), ("y", 2, 3, 256),
+    ]  # fmt: skip
+
+
+def test_in_place_and_renamed_values_share_a_buffer() -> None:
+    trace = Trace((step("1", "x", "a", 256), step("2", "a", "b", 256, 0), step("3", "b", "y", 256, 0)), {"y": 256}, 0)
+    assert [(b.name, b.lower, b.upper) for b in activation_buffers(trace)] == [("a", 0, 3)]
+
+
+def test_a_view_of_an_input_takes_nothing() -> None:
+    trace = Trace((step("1", "x", "a", 256, 0), step("2", "a", "y", 100)), {"y": 100}, 0)
+    assert [(b.name, b.nbytes) for b in activation_buffers(trace)] == [("y", 256)]
+
+
+def test_an_output_lives_to_the_end_though_it_is_read_before() -> None:
+    steps = (step("1", "x", "a", 256), step("2", "a", "b", 256), step("3", "b", "y", 256))
+    buffers = activation_buffers(Trace(steps, {"y": 256, "a": 256}, 0))
+    assert {b.name: b.upper for b in buffers} == {"a": 3, "b": 3, "y": 3}
+
+
+def test_kernels_of_a_body_live_to_the_end_of_the_node_around_them() -> None:
+    steps = (step("1", "x", "a", 256, inner=True), step("2", "a", "b", 256, inner=True), step("if", "", "y", 256))
+    assert {b.name: b.upper for b in activation_buffers(Trace(steps, {"y": 256}, 0))} == {"a": 3, "b": 3, "y": 3}
+
+
+@given(st.integers(0, 1 << 28), st.integers(0, 1 << 30))
+def test_the_arena_that_is_certified_has_been_seen_to_work(planned: int, needed: int) -> None:
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size >= needed
+
+    found = arena_in_practice(planned, fits, 2 << 30)
+    assert found >= needed
+    assert found in tried
+    assert found <= max(planned + ALIGNMENT, needed * 1.06 + (1 << 16) + ALIGNMENT)
+    assert len(tried) < 40
+
+
+def test_a_model_that_no_arena_holds_is_refused() -> None:
+    with pytest.raises(BudgetError, match=r"no arena of up to 1.0 MiB lets the model run"):
+        arena_in_practice(1000, lambda _: False, 1 << 20)
+
+
+def test_the_plan_counts_every_part_once_for_each_phase() -> None:
+    board = load_board("raspberry-pi-5-4gb")
+    arena = place((Buffer("a", 0, 1, 512),))
+    made = plan(board, arena, Footprint(WeightFootprint(1000, 200, 30), workspace=7, slot=11), slots=3)
+    fixed = board.memory.runtime_fixed_mib << 20
+    assert made.phase("load").total_bytes == fixed + 30 + 1000 + 1200
+    assert made.phase("run").total_bytes == fixed + 30 + 1000 + 200 + 512 + 7 + 2 * 33
+    assert made.budget_bytes == budget_bytes(board)
+    check_plan(made, made.budget_bytes)
+    with pytest.raises(BudgetError, match="phase load needs"):
+        check_plan(made, made.phase("load").total_bytes - 1)
