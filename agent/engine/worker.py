@@ -157,10 +157,11 @@ def serve(control: socket.socket, engine: Engine) -> None:
     while (message := receive_in_engine(control)) is not None:
         if not isinstance(message, Run):
             raise AgentError("the gateway sent a second Load")
-        send(control, _answer(engine, message))
+        send(control, answer(engine, message))
 
 
-def _answer(engine: Engine, run: Run) -> Done | RunError:
+def answer(engine: Engine, run: Run) -> Done | RunError:
+    """Run it; whatever goes wrong is one message and the engine goes on."""
     try:
         return engine.run(run)
     except RefusedError as error:
@@ -179,8 +180,9 @@ def tie_to_parent(parent: int) -> None:
         sys.exit("the gateway is gone")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    score = Path("/proc/self/oom_score_adj")
     try:
-        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJ), encoding="ascii")
+        score.write_text(str(max(int(score.read_text(encoding="ascii")), _OOM_SCORE_ADJ)), encoding="ascii")
     except OSError as error:
         log.get("engine").warning("cannot raise oom_score_adj", error=error.strerror)
 
