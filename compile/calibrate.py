@@ -29,11 +29,11 @@ SUFFIXES = (".npz", ".npy")
 def read_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
     """Arrays of an npz or npy file (the latter under the name ""); pickled objects are refused."""
     try:
-        loaded = np.load(path, allow_pickle=False)  # noqa: TID251 - the one place
-        if isinstance(loaded, np.ndarray):
-            return {"": loaded}
-        with loaded as file:
-            return {name: file[name] for name in file.files}
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)  # noqa: TID251 - the one place
+            if isinstance(loaded, np.ndarray):
+                return {"": loaded}
+            return {name: loaded[name] for name in loaded.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise DataError(

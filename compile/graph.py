@@ -116,6 +116,8 @@ def _check_graph(model: ir.Model, path: Path) -> None:
 def _check_inline_data(model: ir.Model, path: Path) -> None:
     """A tensor whose stated shape is larger than its data would be allocated at the stated size."""
     for tensor in _tensors(model):
+        if tensor.dtype == ir.DataType.UNDEFINED:
+            raise ModelError(f"{path}: tensor {tensor.name!r} has no element type", "export the model again")
         if not isinstance(tensor, ir.TensorProtoTensor) or not tensor.raw.HasField("raw_data"):
             continue
         if len(tensor.raw.raw_data) != tensor.nbytes:
