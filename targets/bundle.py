@@ -3,7 +3,7 @@
 NAME.tfb/
   manifest.json    this module's `Manifest` as canonical JSON
   segments/*.onnx  graphs; their weights are external data in
-  weights/*.bin    raw little-endian tensors, page-aligned
+  segments/*.bin   raw little-endian tensors, page-aligned
   sample/*.bin     one valid input per tensor, for warm-up
   assets/*         files the application needs beside the model (labels)
   report.json      for people and scripts: errors per output, operators quantized and left
@@ -111,12 +111,21 @@ class OutputError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top1_agreement: float | None = None
 
 
+class SegmentError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Relative L2 of one segment's worst output: run on the source model's values, and on the compiled chain's."""
+
+    segment: str
+    isolated: float
+    accumulated: float
+
+
 class Verification(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the compiled model was run on before it was called done. `inputs`: "random" or the data's name."""
 
     inputs: str
     samples: int
     outputs: tuple[OutputError, ...]
+    segments: tuple[SegmentError, ...] = ()
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

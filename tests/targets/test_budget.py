@@ -80,6 +80,20 @@ def test_a_plan_that_keeps_silent_is_refused(phase: str, term: str) -> None:
         check_plan(without(plan(), phase, term), 10_000)
 
 
+def test_a_plan_may_begin_with_what_is_done_on_the_board() -> None:
+    weights = (Term("runtime", "anonymous", 50), Term("weights", "anonymous", 500))
+    whole = plan()
+    finalised = msgspec.structs.replace(whole, phases=(Phase("finalise", weights), *whole.phases))
+    check_plan(finalised, 550)
+    with pytest.raises(BudgetError, match="phase finalise needs 550 B"):
+        check_plan(finalised, 549)
+    with pytest.raises(BudgetError, match="phase finalise: the plan says nothing of 'weights'"):
+        check_plan(without(finalised, "finalise", "weights"), 10_000)
+    last = msgspec.structs.replace(whole, phases=(*whole.phases, Phase("finalise", weights)))
+    with pytest.raises(BudgetError, match="the plan has phases load, run, finalise"):
+        check_plan(last, 10_000)
+
+
 @pytest.mark.parametrize("names", [(), ("load",), ("run", "load"), ("load", "run", "run"), ("load", "walk")])
 def test_exactly_the_known_phases_in_their_order(names: tuple[str, ...]) -> None:
     phases = tuple(Phase(name, ()) for name in names)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from targets.errors import ContractError
-from targets.tensor import FROM_OIP, TABLE, Contract, DimRange, DType, TensorSpec, human, nbytes
+from targets.errors import ContractError, TightfitError
+from targets.tensor import FROM_OIP, TABLE, Contract, DimRange, DType, TensorSpec, human, nbytes, parse_size
 
 IMAGE = TensorSpec("x", DType.FLOAT32, (1, 3, 48, "width"), 1_000_000)
 MASK = TensorSpec("mask", DType.BOOL, ("batch", "width"), 1_000)
@@ -127,3 +127,32 @@ def test_specs_and_contracts_that_contradict_themselves_are_refused() -> None:
 
 def test_a_contract_survives_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(CONTRACT), type=Contract) == CONTRACT
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("3.4GiB", 3_650_722_201),
+        ("900MiB", 900 << 20),
+        (" 2 GB ", 2_000_000_000),
+        ("1.5 KiB", 1536),
+        ("10kB", 10_000),
+        ("1TiB", 1 << 40),
+        ("0", 0),
+        ("1048576", 1 << 20),
+        ("7B", 7),
+    ],
+)
+def test_sizes_that_people_write(text: str, expected: int) -> None:
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "3,4GiB", "-1GiB", "1e9", "3G", "3gib", "\u0663GiB", "1GiB/s", "9" * 19])
+def test_what_is_no_size_says_what_is(text: str) -> None:
+    with pytest.raises(TightfitError, match=r"is not a size \(write 3.4GiB"):
+        parse_size(text)
+
+
+@given(st.integers(0, 1 << 50))
+def test_plain_bytes_are_themselves(nbytes: int) -> None:
+    assert parse_size(str(nbytes)) == nbytes
