@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 
 import msgspec
 
-from targets.errors import ContractError, did_you_mean
+from targets.errors import ContractError, TightfitError, did_you_mean
 
 
 class DType(str, enum.Enum):
@@ -201,3 +203,19 @@ def human(nbytes: float) -> str:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     raise AssertionError("unreachable")
+
+
+_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}}
+_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)} | {"KB": 1000}
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) ?([A-Za-z]*)", re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `3.4GiB`, `900 MiB`, `2GB` or plain `1048576`, rounded down; raises TightfitError for anything else.
+
+    Units are those of IEC 80000-13: GiB = 2^30, GB = 10^9. A bare `G` is refused, because programs differ about it.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[2] not in _UNITS:
+        raise TightfitError(f"{text!r} is not a size", "write 3.4GiB, 900MiB, 2GB or a number of bytes")
+    return int(Decimal(match[1]) * _UNITS[match[2]])
