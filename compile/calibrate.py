@@ -24,12 +24,17 @@ Sample = dict[str, npt.NDArray[Any]]
 
 _FROM_NUMPY = {np.dtype(dtype.numpy): dtype for dtype in DType if dtype.numpy}
 SUFFIXES = (".npz", ".npy")
+# An npy file, an npz file, an empty npz file. Anything else numpy takes for a pickle, and advises to trust it.
+_MAGIC = (b"\x93NUMPY", b"PK\x03\x04", b"PK\x05\x06")
 
 
 def read_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
     """Arrays of an npz or npy file (the latter under the name ""); pickled objects are refused."""
     try:
         with path.open("rb") as file:
+            if not file.read(6).startswith(_MAGIC):
+                raise ValueError("it is neither an npz nor an npy file")
+            file.seek(0)
             loaded = np.load(file, allow_pickle=False)  # noqa: TID251 - the one place
             if isinstance(loaded, np.ndarray):
                 return {"": loaded}
