@@ -39,6 +39,7 @@ class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body_bytes: Positive = 64 << 20
     header_bytes: Annotated[int, Meta(ge=1024, le=1 << 20)] = 8190
     headers: Annotated[int, Meta(ge=16, le=10_000)] = 64
+    connections: Positive = 512
     keepalive_s: Seconds = 75.0
     body_s: Seconds = 30.0
 
@@ -46,12 +47,13 @@ class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Requests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many requests wait and for how long.
 
-    As many as the bundle's plan has slots are in memory at once. `queue_length` more may wait for a slot: of
-    those only the head was read, so each costs a connection and no tensors. `timeout_s` is the deadline of a
-    request that names none, and the latest it may name. `drain_s` bounds how long a stop waits for answers.
+    As many as the bundle's plan has slots are in memory at once. `queue_length` more may wait for a slot: of those
+    only the head was read, so each costs a connection and what its socket had ready (at most 384 KiB). `timeout_s`
+    is the deadline of a request that names none, and the latest it may name. `drain_s` bounds how long a stop waits
+    for answers.
     """
 
-    queue_length: Positive = 256
+    queue_length: Positive = 64
     timeout_s: Seconds = 30.0
     drain_s: Seconds = 20.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
@@ -15,6 +15,8 @@ from agent.errors import AgentError
 # A client that is refused while it sends reads the answer only if the connection is not reset under it: what it goes
 # on to send is read and dropped for so long.
 _LINGER_S = 2.0
+# What a connection holds of a body that nobody reads yet; twice as much and one read of the loop at most.
+_READ_BYTES = 64 << 10
 _MAX_ERROR_CHARACTERS = 500
 
 
@@ -49,6 +51,23 @@ class Protocol(web.RequestHandler):
         return response
 
 
+class _Full(asyncio.Protocol):
+    """Answers a connection past the limit, and closes it."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        body = msgspec.json.encode({"error": f"{self._limit} connections are open, which is the limit"})
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+            f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        stream = cast(asyncio.WriteTransport, transport)  # uvloop's do not derive from it
+        stream.write(head.encode() + body)
+        stream.close()
+
+
 def runner_of(application: web.Application, shutdown_s: float) -> web.AppRunner:
     """What owns the connections. A handler is cancelled when its client goes, so that nobody's request is run."""
     return web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s)
@@ -59,7 +78,9 @@ async def listen(runner: web.AppRunner, http: Http) -> asyncio.Server:
     loop = asyncio.get_running_loop()
     manager: Any = runner.server
 
-    def connection() -> Protocol:
+    def connection() -> asyncio.Protocol:
+        if len(manager.connections) >= http.connections:
+            return _Full(http.connections)
         return Protocol(
             manager,
             loop=loop,
@@ -70,6 +91,7 @@ async def listen(runner: web.AppRunner, http: Http) -> asyncio.Server:
             max_line_size=http.header_bytes,
             max_field_size=http.header_bytes,
             max_headers=http.headers,
+            read_bufsize=_READ_BYTES,
         )
 
     try:

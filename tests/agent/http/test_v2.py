@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import socket
@@ -229,3 +230,19 @@ def test_health_is_answered_while_a_large_body_is_parsed(tmp_path: Path) -> None
     assert text.endswith(b"0.5,1.0]}]}")
     # Without threads and pieces this is the better part of a second.
     assert max(took) < 0.25
+
+
+def test_connections_past_the_limit_are_told_so(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[http]\nconnections = 3\n")
+    bundle = bundles.identity(tmp_path / "x.tfb", DType.FLOAT32)
+    with serving(bundle, tmp_path / "log", "--config", str(tmp_path / "a.toml")) as agent:
+        with contextlib.ExitStack() as kept:
+            for _ in range(3):
+                connection = kept.enter_context(socket.create_connection(("127.0.0.1", agent.port), 5))
+                connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+            answer = raw(agent, b"")
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"3 connections are open, which is the limit" in answer
+        time.sleep(0.1)
+        assert agent.request("/v2/health/live")[0] == 200
