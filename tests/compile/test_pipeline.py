@@ -1,0 +1,123 @@
+"""From file to bundle: the same bytes every time, and a real model end to end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from bench.models import fetch
+from compile.__main__ import main
+from compile.pipeline import NORMALIZE, Options, compile_model
+from compile.shapes import parse_shape
+from targets.board import load_board
+from targets.budget import check_plan
+from targets.bundle import MANIFEST, dumps, read_manifest, verify_files
+from targets.errors import BudgetError
+from tests.support.models import SCHEME_NAMES, external, init, model, node, normal, save, value
+
+ROOT = Path(__file__).parents[2]
+COMPILE_ALL = """
+import sys
+from pathlib import Path
+from compile.pipeline import Options, compile_model
+from compile.shapes import parse_shape
+from targets.board import load_board
+source, out = map(Path, sys.argv[1:3])
+board = load_board("x86-64-dev")
+for scheme in sys.argv[3:]:
+    options = Options(scheme=scheme, shapes=(parse_shape("i=1..4"),), assets=(source.with_name("labels.txt"),))
+    compile_model(source, board, out / scheme, options)
+"""
+
+
+def tower(folder: Path) -> Path:
+    """A table, matrices, a convolution, constants and weights inside and beside the file."""
+    nodes = [
+        node("Gather", ["table", "i"], ["e"]),
+        node("MatMul", ["e", "w"], ["a"]),
+        node("Relu", ["a"], ["b"]),
+        node("Gemm", ["b", "v", "bias"], ["c"], transB=1),
+        node("Reshape", ["c", "square"], ["d"]),
+        node("Conv", ["d", "k"], ["f"]),
+        node("ReduceMean", ["f"], ["y"], axes=[2, 3], keepdims=0),
+    ]
+    data = normal(64, 128, seed=3)
+    folder.mkdir(parents=True)
+    (folder / "big.bin").write_bytes(data.tobytes())
+    (folder / "labels.txt").write_text("a\nb\n")
+    weights = [
+        init("table", normal(100, 64)), external("w", [64, 128], location="big.bin"), init("v", normal(144, 128)),
+        init("bias", normal(144)), init("square", np.array([-1, 16, 3, 3])), init("k", normal(8, 16, 3, 3)),
+    ]  # fmt: skip
+    proto = model(nodes, [value("i", ["n"], 7)], [value("y", ["n", 8]), value("b", ["n", 128])], weights)
+    proto.metadata_props.add(key="b", value="2")
+    proto.metadata_props.add(key="a", value="1")
+    return save(folder, proto)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
+    source = tower(tmp_path / "source")
+    running = []
+    for seed in ("1", "2"):
+        command = [sys.executable, "-c", COMPILE_ALL, str(source), str(tmp_path / seed), *SCHEME_NAMES]
+        running.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}))
+    assert [process.wait(120) for process in running] == [0, 0]
+    first, second = files_of(tmp_path / "1"), files_of(tmp_path / "2")
+    assert list(first) == list(second)
+    assert [name for name in first if first[name] != second[name]] == []
+    assert sum(name.endswith("weights.bin") for name in first) == len(SCHEME_NAMES)
+    for scheme in SCHEME_NAMES:
+        manifest = read_manifest(tmp_path / "1" / scheme)
+        verify_files(tmp_path / "1" / scheme, manifest)
+        assert manifest.quantization.scheme == scheme
+        assert "assets/metadata.json" in manifest.assets
+        assert str(tmp_path) not in dumps(manifest).decode()
+
+
+def test_a_real_model_in_fp32(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = fetch("ppocr-v6-rec"), tmp_path / "rec.tfb"
+    board = load_board("raspberry-pi-5-4gb")
+    options = Options(shapes=(parse_shape("x=1,3,48,160..320"),))
+    manifest = compile_model(source, board, out, options)
+    assert read_manifest(out) == manifest
+    assert (out / MANIFEST).read_bytes() == dumps(manifest)
+    verify_files(out, manifest)
+    check_plan(manifest.plan, manifest.plan.budget_bytes)
+    assert manifest.contract.inputs[0].describe().startswith("x float32[1,3,48,")
+    assert max(error.relative_l2 for error in manifest.verification.outputs) < 1e-5
+
+    sample = {"x": np.random.default_rng(7).standard_normal((1, 3, 48, 224)).astype(np.float32)}
+    before, after = (
+        onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, sample)
+        for path in (source, out / manifest.segments[0].file)
+    )
+    for expected, found in zip(before, after, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+    for arguments, words in ([], "Memory, budget 3.4 GiB"), (["--json"], '"schema": 1'):
+        monkeypatch.setattr(sys, "argv", ["tightfit-compile", "inspect", str(out), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        assert words in capsys.readouterr().out
+
+    small = read_manifest(out).plan
+    with pytest.raises(BudgetError):
+        check_plan(small, small.phase("run").total_bytes - 1)
+
+
+def test_passes_print_as_they_would_be_written() -> None:
+    assert str(NORMALIZE[0]) == "InlineFunctions()"
+    assert str(NORMALIZE[5]).startswith("FoldConstants(max_input_elements=")

@@ -1,0 +1,68 @@
+"""Errors of compiled against source: the figures by hand, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from compile.errors import VerificationError
+from compile.verify import Comparison, compare
+from tests.support.models import Array, normal
+
+
+class Fixed:
+    """A model that answers with what it was made of."""
+
+    def __init__(self, **outputs: Any) -> None:
+        self.outputs = {name: np.asarray(array) for name, array in outputs.items()}
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:  # noqa: ARG002 - the Model protocol
+        return self.outputs
+
+
+def test_the_figures_are_those_of_all_samples_together() -> None:
+    a, b = normal(2, 6, seed=1), normal(2, 6, seed=2)
+    comparison = Comparison("y")
+    for row in range(2):
+        comparison.add(a[row], b[row])
+    found = comparison.result()
+    assert found.max_abs == pytest.approx(np.abs(a - b).max(), rel=1e-5)
+    assert found.relative_l2 == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(a), rel=1e-5)
+    assert found.cosine == pytest.approx((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b), rel=1e-5)
+    assert found.top1_agreement == pytest.approx((a.argmax(1) == b.argmax(1)).mean())
+
+
+def test_equal_models_differ_by_nothing() -> None:
+    special = np.array([np.nan, np.inf, -np.inf, 1], np.float32)
+    (result,) = compare(Fixed(y=special), Fixed(y=special), [{}, {}], 0.0)
+    assert (result.max_abs, result.relative_l2, result.cosine, result.top1_agreement) == (0, 0, 1, 1)
+
+
+def test_a_source_of_zeros_gives_finite_figures() -> None:
+    (result,) = compare(Fixed(y=np.zeros(3)), Fixed(y=np.full(3, 0.5)), [{}], None)
+    assert (result.relative_l2, result.cosine) == (0.5, 0)
+
+
+def test_strings_and_flags_are_compared() -> None:
+    (result,) = compare(Fixed(y=np.array(["a"], object)), Fixed(y=np.array(["b"], object)), [{}], None)
+    assert result.relative_l2 > 0
+    (result,) = compare(Fixed(y=np.array([True, False])), Fixed(y=np.array([True, True])), [{}], None)
+    assert result.max_abs == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "words"),
+    [
+        ({"y": np.ones((2, 2), np.float32)}, r"is float32\[2, 2\] after compiling, float32\[4\] before"),
+        ({"y": np.ones(4)}, r"is float64\[4\] after"),
+        ({"y": np.array([1, 1, 1, np.nan], np.float32)}, "has NaN or infinity that the source model has not"),
+        ({"z": np.ones(4)}, "output 'y' is missing"),
+        ({"y": np.array([1, 1, 1, 2], np.float32)}, r"relative L2 0.5, limit 0.1 .*--max-error"),
+    ],
+)
+def test_what_is_refused(ours: dict[str, Any], words: str) -> None:
+    with pytest.raises(VerificationError, match=words):
+        compare(Fixed(y=np.ones(4, np.float32)), Fixed(**ours), [{}], 0.1)
