@@ -14,7 +14,7 @@ from rich.markup import escape
 from targets.board import load_board
 from targets.bundle import read_manifest, verify_files
 from targets.errors import TightfitError
-from targets.tensor import human
+from targets.tensor import human, parse_size
 
 PROGRAM = "tightfit-compile"
 # What typer makes of an interrupt.
@@ -103,13 +103,46 @@ def inspect_command(
         print_report(manifest, Console())
 
 
+@app.command("prove")
+def prove_command(
+    bundle: Annotated[Path, typer.Argument(help="Bundle to run.")],
+    limit: Annotated[str, typer.Option(help="Hard limit, like 3.4GiB; by default the budget of its board.")] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="How often every slot is filled at the same time.")] = 4,
+    timeout_s: Annotated[float, typer.Option(min=1, help="For loading, and for one request.")] = 3600.0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the proof as JSON, nothing else.")] = False,
+) -> None:
+    """Serve BUNDLE under a hard memory limit and compare its peak with its plan.
+
+    The real agent is started and every slot is filled at once with requests of the largest shape. Needs the agent
+    (pip install 'tightfit[agent,cpu]'). Exit code 0: it fits; 1: it does not; 2: it could not be tried.
+
+    Examples:
+
+      tightfit-compile prove rec.tfb
+
+      tightfit-compile prove llm.tfb --limit 900MiB --json
+    """
+    from compile.progress import JsonProgress, TerminalProgress  # noqa: PLC0415
+    from compile.prove import Verdict, prove  # noqa: PLC0415
+    from compile.prove_report import print_proof, proof_json  # noqa: PLC0415
+
+    with JsonProgress() if json_output else TerminalProgress() as progress:
+        proof = prove(bundle, parse_size(limit) if limit else None, rounds, timeout_s, progress)
+    if json_output:
+        typer.echo(proof_json(proof))
+    else:
+        print_proof(proof, Console())
+    if proof.verdict is not Verdict.FITS:
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Entry point: one clear line and exit code 2 for whatever a person can cause."""
     arguments = sys.argv[1:]
     # `tightfit-compile MODEL.onnx ...` is the main job, so it needs no verb.
     if not arguments:
         arguments = ["--help"]
-    if arguments[0] not in ("compile", "inspect", "--help", "-h"):
+    if arguments[0] not in ("compile", "inspect", "prove", "--help", "-h"):
         arguments = ["compile", *arguments]
     try:
         # Not standalone: typer would print usage errors as a box and end an interrupt without a word.

@@ -1,0 +1,342 @@
+"""Proof by force: the real agent runs a bundle under a hard memory limit, and its peak is set beside the plan.
+
+The runtime's fixed cost F_rt is measured the same way, with a model of one operator, and taken off both sides, so that
+what is compared is the model: its weights, its activations, its slots.
+"""
+
+from __future__ import annotations
+
+import enum
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from compile.errors import OptionError
+from compile.graph import ir
+from compile.limits import Charged, Limit, limited
+from compile.pipeline import Options, Progress, compile_model
+from compile.processes import Mapped
+from compile.sampler import LOAD, RUN, Peak, Sampler
+from compile.serving import (
+    Service,
+    ServiceError,
+    drop_from_page_cache,
+    largest_request,
+    needs_finalise,
+    started,
+)
+from targets.board import Board, board_names, load_board
+from targets.budget import KINDS, Phase, check_plan
+from targets.bundle import Manifest, read_manifest, verify_files
+from targets.errors import BoardError, BudgetError
+from targets.tensor import human
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+NOISE_BYTES = 3 << 20
+"""How much two runs of the agent with a model of one operator differ: heaps of two interpreters, stacks of threads."""
+_NOT_INSTALLED = "is not installed"
+
+
+class Verdict(str, enum.Enum):
+    """What the run has shown."""
+
+    FITS = "fits"
+    OVER_PLAN = "over plan"
+    """It ran under the limit, but needed more than its plan promises."""
+    DOES_NOT_FIT = "does not fit"
+
+
+class PhaseProof(msgspec.Struct, frozen=True):
+    """One phase, bytes without F_rt. `measured` is None where the service did not get so far.
+
+    `measured` is the moment of the largest sum; `own_peaks` are those of each kind by itself, which need not coincide.
+    No spike between two samples was larger than the peak by more than `unseen`.
+    """
+
+    name: str
+    predicted: dict[str, int]
+    measured: dict[str, int] | None
+    own_peaks: dict[str, int] | None = None
+    unseen: int = 0
+
+    @property
+    def predicted_total(self) -> int:
+        return sum(self.predicted.values())
+
+    @property
+    def measured_total(self) -> int | None:
+        return None if self.measured is None else max(sum(self.measured.values()), 0)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the plan was not exceeded, beyond what two runs of the runtime alone differ by."""
+        return self.measured_total is None or self.measured_total <= self.predicted_total + NOISE_BYTES
+
+
+class Fixed(msgspec.Struct, frozen=True):
+    """F_rt: what the plan counts, and the largest that the service with a model of one operator had here (bytes).
+
+    `libraries` is the proportional share of shared libraries, which depends on what else runs on the machine.
+    """
+
+    predicted: int
+    anonymous: int
+    libraries: int
+
+    @property
+    def measured(self) -> int:
+        return self.anonymous + self.libraries
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """All that `prove` has found. `charged` is what the limit's mechanism counted, None where it does not count."""
+
+    model: str
+    version: str
+    target: str
+    slots: int
+    rounds: int
+    limit_bytes: int
+    mechanism: str
+    exact: bool
+    fixed: Fixed
+    phases: tuple[PhaseProof, ...]
+    charged: dict[str, int] | None
+    oom_kills: int
+    verdict: Verdict
+    reason: str
+    notes: tuple[str, ...]
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One service from its start to its end; `failure` says what ended it early."""
+
+    load: Peak
+    run: Peak
+    ready: bool
+    charged: Charged | None
+    oom_kills: int
+    failure: str = ""
+
+
+Limiter = Callable[[int], "AbstractContextManager[Limit]"]
+
+
+def prove(
+    bundle: Path,
+    limit: int | None = None,
+    rounds: int = 4,
+    timeout_s: float = 3600.0,
+    progress: Progress | None = None,
+    limiter: Limiter = limited,
+) -> Proof:
+    """Run the bundle under `limit` bytes (by default its board's budget) and compare it with its plan.
+
+    Every slot is filled `rounds` times at once with requests of the largest shape. `limiter` makes the limit.
+    Raises BundleError, BudgetError or OptionError for what cannot be proved either way; a bundle that does not fit is
+    no error but a verdict.
+    """
+    progress = progress or Progress()
+    bundle = bundle.resolve()
+    manifest = read_manifest(bundle)
+    check_plan(manifest.plan, manifest.plan.budget_bytes)
+    progress.phase("check files", sum(entry.nbytes for entry in manifest.files))
+    verify_files(bundle, manifest, progress.advance)
+    nbytes = manifest.plan.budget_bytes if limit is None else limit
+    with limiter(nbytes) as hard, tempfile.TemporaryDirectory(prefix="tightfit-prove-") as name:
+        folder = Path(name)
+        if not hard.exact:
+            progress.warn(_INEXACT.format(mechanism=hard.mechanism))
+        progress.phase("measure the runtime alone")
+        fixed = measure_fixed(manifest, folder, timeout_s)
+        progress.phase(f"load and fill {manifest.plan.slots} slots under {human(nbytes)} ({hard.mechanism})")
+        seen = run_service(bundle, manifest, hard, folder, rounds, timeout_s)
+    if _NOT_INSTALLED in seen.failure and not seen.ready:
+        raise OptionError(seen.failure)
+    return _judge(manifest, hard, fixed, seen, rounds)
+
+
+def measure_fixed(manifest: Manifest, folder: Path, timeout_s: float) -> Run:
+    """The same service with a model of one operator and as many slots, not limited. Raises OptionError."""
+    out = folder / "empty.tfb"
+    compile_model(_one_operator(folder), _board_of(manifest), out, Options(slots=manifest.plan.slots))
+    empty = read_manifest(out)
+    run = run_service(out, empty, None, folder, 2, timeout_s)
+    if run.failure:
+        raise OptionError(f"the agent cannot serve here: {run.failure}")
+    return run
+
+
+def _one_operator(folder: Path) -> Path:
+    """An ONNX file: what remains of its service is the runtime."""
+    x, y = (ir.Value(name=n, shape=ir.Shape([1, 4]), type=ir.TensorType(ir.DataType.FLOAT)) for n in ("x", "y"))
+    graph = ir.Graph([x], [y], nodes=[ir.Node("", "Relu", [x], outputs=[y])], opset_imports={"": 17}, name="empty")
+    path = folder / "empty.onnx"
+    ir.save(ir.Model(graph, ir_version=8), path)
+    return path
+
+
+def _board_of(manifest: Manifest) -> Board:
+    """The bundle's board where it is a known one, else any with its runtime: the model of one operator fits each."""
+    try:
+        return load_board(manifest.target)
+    except BoardError:
+        boards = map(load_board, board_names())
+        board = next((each for each in boards if each.runtime.name == manifest.runtime), None)
+        if board is None:
+            raise
+        return board
+
+
+def run_service(
+    bundle: Path, manifest: Manifest, limit: Limit | None, folder: Path, rounds: int, timeout_s: float
+) -> Run:
+    """Start the agent, fill its slots `rounds` times, end it; returns the peaks and what went wrong, if anything."""
+    body, headers = largest_request(bundle, manifest)
+    drop_from_page_cache(bundle, manifest)
+    ready, failure = False, ""
+
+    def go(service: Service, sampler: Sampler) -> None:
+        nonlocal ready
+        service.wait_ready(timeout_s)
+        ready = True
+        sampler.serving()
+        for _ in range(rounds):
+            service.fill(manifest, body, headers, timeout_s)
+
+    charged = limit.charged if limit else lambda: None
+    with started(bundle, manifest, limit, folder, timeout_s) as service:
+        with Sampler(service.process.pid, _weight_folders(bundle, manifest), charged) as sampler:
+            try:
+                go(service, sampler)
+            except ServiceError as error:
+                failure = str(error)
+        kills = limit.oom_kills() if limit else 0
+    return Run(sampler.peak(LOAD), sampler.peak(RUN), ready, sampler.charged, kills, failure)
+
+
+def _weight_folders(bundle: Path, manifest: Manifest) -> tuple[Path, ...]:  # noqa: ARG001
+    return (bundle,)
+
+
+def _judge(manifest: Manifest, limit: Limit, fixed: Run, seen: Run, rounds: int) -> Proof:
+    """Set what was seen beside the plan, and say what that means."""
+    plan = manifest.plan
+    finished = seen.ready and not seen.failure
+    phases = (
+        _phase(plan.phase(LOAD), fixed.load, seen.load if seen.run.samples else None),
+        _phase(plan.phase(RUN), fixed.run, seen.run if finished else None),
+    )
+    runtime = plan.phase(RUN).term("runtime")
+    cost = Fixed(
+        runtime.nbytes if runtime else 0,
+        max(fixed.load.own.anonymous, fixed.run.own.anonymous),
+        max(fixed.load.own.libraries, fixed.run.own.libraries),
+    )
+    verdict, reason = _verdict(manifest, limit, seen, phases)
+    return Proof(
+        model=manifest.name,
+        version=manifest.version,
+        target=manifest.target,
+        slots=plan.slots,
+        rounds=rounds,
+        limit_bytes=limit.nbytes,
+        mechanism=limit.mechanism,
+        exact=limit.exact,
+        fixed=cost,
+        phases=phases,
+        charged=None if seen.charged is None else _charged(seen.charged),
+        oom_kills=seen.oom_kills,
+        verdict=verdict,
+        reason=reason,
+        notes=tuple(_notes(limit, cost, phases, seen)),
+    )
+
+
+def _charged(charged: Charged) -> dict[str, int]:
+    return {"anonymous": charged.anonymous, "file": charged.file, "shared": charged.shared, "peak": charged.peak}
+
+
+def _phase(phase: Phase, fixed: Peak, seen: Peak | None) -> PhaseProof:
+    runtime = phase.term("runtime")
+    taken = {runtime.kind: runtime.nbytes} if runtime else {}
+    predicted = {kind: phase.kind_bytes(kind) - taken.get(kind, 0) for kind in KINDS}
+    if seen is None:
+        return PhaseProof(phase.name, predicted, None)
+    base = _kinds(fixed.at)
+    measured = {kind: nbytes - base[kind] for kind, nbytes in _kinds(seen.at).items()}
+    own = {kind: nbytes - base[kind] for kind, nbytes in _kinds(seen.own).items()}
+    return PhaseProof(phase.name, predicted, measured, own, seen.unseen)
+
+
+def _kinds(seen: Mapped) -> dict[str, int]:
+    """By the kinds of a plan."""
+    return {"anonymous": seen.anonymous, "file": seen.weights, "shared": seen.shared}
+
+
+def _verdict(manifest: Manifest, limit: Limit, seen: Run, phases: tuple[PhaseProof, ...]) -> tuple[Verdict, str]:
+    """(verdict, one line that says why). Raises BudgetError when the agent refused for another reason than memory."""
+    where = f"under {human(limit.nbytes)} ({limit.mechanism})"
+    if seen.oom_kills:
+        times = "once" if seen.oom_kills == 1 else f"{seen.oom_kills} times"
+        when = "while it served requests" if seen.ready else "while it loaded"
+        said = f"; the agent said: {seen.failure}" if seen.failure else ""
+        return Verdict.DOES_NOT_FIT, f"the kernel's OOM killer struck {times} {when} {where}{said}"
+    if seen.failure and (seen.ready or not limit.exact):
+        when = "a request failed" if seen.ready else "it did not start"
+        return Verdict.DOES_NOT_FIT, f"{when} {where}: {seen.failure}"
+    if seen.failure:
+        raise BudgetError(f"the agent refused the bundle, which says nothing about memory: {seen.failure}")
+    over = next((phase for phase in phases if not phase.holds), None)
+    if over is not None:
+        total = over.measured_total or 0
+        return Verdict.OVER_PLAN, (
+            f"it ran {where}, but {over.name} needed {human(total)}, {human(total - over.predicted_total)} more than "
+            f"its plan; please report this model"
+        )
+    return Verdict.FITS, f"loaded and answered {manifest.plan.slots} requests at a time {where}, never above its plan"
+
+
+_INEXACT = (
+    "no cgroup can be made here, so the limit is {mechanism}: address space of each process alone, not memory; the "
+    "page cache and the shared slab are not limited. Run as root, or under `systemd-run --user --scope -p Delegate=yes`"
+)
+
+
+def _notes(limit: Limit, fixed: Fixed, phases: tuple[PhaseProof, ...], seen: Run) -> list[str]:
+    """What a reader of the figures must know to read them right."""
+    notes = [
+        "measured: anonymous = private pages of both processes; file = resident pages of the bundle's weight files; "
+        "shared = the slab that requests travel in. All without F_rt."
+    ]
+    if not limit.exact:
+        notes.append(_INEXACT.format(mechanism=limit.mechanism) + ".")
+    if seen.charged is not None:
+        notes.append(
+            "the cgroup's peak also holds F_rt and the page cache of files that were only read (every file's digest is "
+            "checked at start), which the kernel drops before it kills; it does not hold pages of libraries that "
+            "another process had in memory before."
+        )
+    if fixed.measured > fixed.predicted:
+        notes.append(
+            f"the runtime alone took {human(fixed.measured)} here, the plan counts {human(fixed.predicted)} for it: "
+            "set runtime_fixed_mib of the board to what it takes there."
+        )
+    run = phases[-1]
+    if run.measured is not None and (untouched := run.predicted["file"] - run.measured["file"]) > NOISE_BYTES:
+        notes.append(
+            f"{human(untouched)} of the mapped weights were never touched: tables of which a request reads a few rows. "
+            "The plan counts them whole; the kernel can drop them."
+        )
+    worst = max(phases, key=lambda phase: phase.unseen)
+    if worst.unseen > NOISE_BYTES:
+        notes.append(f"{worst.name}: between two samples there may have been up to {human(worst.unseen)} more.")
+    return notes
+
+
+__all__ = ["NOISE_BYTES", "Fixed", "PhaseProof", "Proof", "Run", "Verdict", "needs_finalise", "prove"]

@@ -1,0 +1,78 @@
+"""A proof for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from compile.prove import PhaseProof, Proof, Verdict
+from targets.budget import KINDS
+from targets.tensor import human
+
+_COLOURS = {Verdict.FITS: "green", Verdict.OVER_PLAN: "yellow", Verdict.DOES_NOT_FIT: "red"}
+
+
+def proof_json(proof: Proof) -> str:
+    """One JSON object, every size in bytes; `ratio` is predicted / measured, null where nothing was measured."""
+    fields = msgspec.to_builtins(proof)
+    for phase, entry in zip(proof.phases, fields["phases"], strict=True):
+        entry["predicted_total"] = phase.predicted_total
+        entry["measured_total"] = phase.measured_total
+        entry["ratio"] = ratio(phase.predicted_total, phase.measured_total)
+    return msgspec.json.format(msgspec.json.encode(fields, order="sorted"), indent=1).decode()
+
+
+def ratio(predicted: int, measured: int | None) -> float | None:
+    """Predicted / measured; None where nothing was measured."""
+    return round(predicted / measured, 3) if measured is not None and measured > 0 else None
+
+
+def print_proof(proof: Proof, console: Console) -> None:
+    """The table, what the cgroup counted, how to read both, and the verdict."""
+    limit = f"{human(proof.limit_bytes)} ({proof.mechanism})"
+    title = f"{escape(proof.model)} version {proof.version} under {limit}, {proof.slots} slots, {proof.rounds} rounds"
+    table = Table("phase", "kind", title=title, title_justify="left")
+    for name in ("predicted", "measured", "ratio"):
+        table.add_column(name, justify="right")
+    for phase in proof.phases:
+        _add(table, phase)
+    fixed = proof.fixed
+    table.add_row("F_rt", "anonymous + libraries", human(fixed.predicted), human(fixed.measured), "not in the ratios")
+    console.print(table)
+    if proof.charged:
+        _print_charged(proof.charged, console)
+    for note in proof.notes:
+        console.print(f"note: {escape(note)}", highlight=False)
+    colour = _COLOURS[proof.verdict]
+    console.print(f"[bold {colour}]{proof.verdict.value}[/]: {escape(proof.reason)}", highlight=False)
+
+
+def _add(table: Table, phase: PhaseProof) -> None:
+    for kind in KINDS:
+        seen = phase.measured[kind] if phase.measured else None
+        if phase.predicted[kind] or seen:
+            table.add_row(
+                phase.name, kind, human(phase.predicted[kind]), _size(seen), _ratio(phase.predicted[kind], seen)
+            )
+    total = phase.measured_total
+    predicted = phase.predicted_total
+    table.add_row(phase.name, "[bold]total", human(predicted), _size(total), f"[bold]{_ratio(predicted, total)}")
+    table.add_section()
+
+
+def _size(nbytes: int | None) -> str:
+    return "not reached" if nbytes is None else human(nbytes)
+
+
+def _ratio(predicted: int, measured: int | None) -> str:
+    value = ratio(predicted, measured)
+    return "" if value is None else f"{value:.2f}"
+
+
+def _print_charged(charged: Mapping[str, int], console: Console) -> None:
+    kinds = ", ".join(f"{kind} {human(charged[kind])}" for kind in KINDS)
+    console.print(f"cgroup: peak {human(charged['peak'])}; largest of each kind: {kinds} (page cache)", highlight=False)

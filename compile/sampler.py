@@ -1,0 +1,151 @@
+"""The peak of a service by phase and kind, sampled while it loads and runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from compile.limits import Charged
+from compile.processes import Mapped, Status, forget_peak, mapped_of, status_of, tree_of
+
+LOAD, RUN = "load", "run"
+# Reading page tables costs about a millisecond per 100 MB; a sample then waits at least as long as it took.
+_PAUSE_S = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """One phase (bytes). `at` is the moment of the largest anonymous + weights + shared; `own` each kind's own peak.
+
+    `unseen` is what the kernel's peak of each process (VmHWM) has above the largest sample of that process: no spike
+    between two samples was larger.
+    """
+
+    at: Mapped
+    own: Mapped
+    unseen: int
+    samples: int
+
+
+@dataclasses.dataclass
+class _Phase:
+    at: Mapped = dataclasses.field(default_factory=Mapped)
+    own: Mapped = dataclasses.field(default_factory=Mapped)
+    resident: dict[int, int] = dataclasses.field(default_factory=dict)
+    kept: dict[int, int] = dataclasses.field(default_factory=dict)
+    samples: int = 0
+
+    def peak(self) -> Peak:
+        unseen = sum(max(self.kept[pid] - self.resident.get(pid, 0), 0) for pid in self.kept)
+        return Peak(self.at, self.own, unseen, self.samples)
+
+
+class Sampler:
+    """Watches a process and its children from a thread of its own, from `with` to its end.
+
+    Loading ends, and the run phase begins, when the slab that requests travel in is first touched: then the agent
+    runs the bundle's sample, to be warm before it says that it is ready. `serving()` begins the run phase in any case.
+    """
+
+    def __init__(self, pid: int, folders: Sequence[Path], charged: Callable[[], Charged | None]) -> None:
+        self._pid = pid
+        self._folders = folders
+        self._charged = charged
+        self._phases = {LOAD: _Phase(), RUN: _Phase()}
+        self._now = LOAD
+        self._charged_peak = Charged(0, 0, 0, 0)
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="sampler", daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sample()
+        self._stop.set()
+        self._thread.join()
+
+    def serving(self) -> None:
+        """The service is ready."""
+        self._sample()
+        with self._lock:
+            self._begin_run(tree_of(self._pid))
+
+    @property
+    def charged(self) -> Charged | None:
+        """Peak of each kind that the limit's mechanism counted; None where it does not count."""
+        return self._charged_peak if self._charged_peak.peak else None
+
+    def peak(self, phase: str) -> Peak:
+        """What was seen of that phase so far."""
+        with self._lock:
+            return self._phases[phase].peak()
+
+    def _watch(self) -> None:
+        took = 0.0
+        while not self._stop.wait(max(_PAUSE_S, took)):
+            began = time.monotonic()
+            self._sample()
+            took = time.monotonic() - began
+
+    def _sample(self) -> None:
+        with self._lock:
+            pids = tree_of(self._pid)
+            before = _statuses(pids)
+            seen = sum((mapped_of(pid, self._folders) for pid in before), Mapped())
+            if self._now == LOAD and seen.shared:
+                # The kernel's peak of loading was read before these pages were, so it is loading's alone.
+                self._count_resident(before)
+                self._begin_run(pids)
+                before = _statuses(pids)
+            self._count_resident(before)
+            self._count(seen)
+            self._count_charged(self._charged())
+
+    def _begin_run(self, pids: Sequence[int]) -> None:
+        if self._now == LOAD:
+            self._now = RUN
+            for pid in pids:
+                forget_peak(pid)
+
+    def _count_resident(self, statuses: Mapping[int, Status]) -> None:
+        phase = self._phases[self._now]
+        for pid, status in statuses.items():
+            phase.resident[pid] = max(phase.resident.get(pid, 0), status.resident)
+            phase.kept[pid] = status.peak_resident
+
+    def _count(self, seen: Mapped) -> None:
+        phase = self._phases[self._now]
+        phase.samples += 1
+        if service_bytes(seen) > service_bytes(phase.at):
+            phase.at = seen
+        phase.own = Mapped(
+            max(phase.own.anonymous, seen.anonymous),
+            max(phase.own.shared, seen.shared),
+            max(phase.own.weights, seen.weights),
+            max(phase.own.libraries, seen.libraries),
+        )
+
+    def _count_charged(self, seen: Charged | None) -> None:
+        if seen is not None:
+            old = self._charged_peak
+            self._charged_peak = Charged(
+                max(old.anonymous, seen.anonymous),
+                max(old.file, seen.file),
+                max(old.shared, seen.shared),
+                max(old.peak, seen.peak),
+            )
+
+
+def _statuses(pids: Sequence[int]) -> dict[int, Status]:
+    return {pid: status for pid in pids if (status := status_of(pid))}
+
+
+def service_bytes(seen: Mapped) -> int:
+    """What a plan is about: everything but shared libraries."""
+    return seen.anonymous + seen.weights + seen.shared

@@ -1,0 +1,214 @@
+"""The real agent as a child, and a client that fills all its slots at once with the largest requests."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import queue
+import re
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from compile.errors import OptionError
+from compile.limits import Limit
+from targets.bundle import Manifest, Residency, safe_path
+from targets.errors import TightfitError
+from targets.tensor import DType, TensorSpec
+
+# The agent of this very installation, whatever else the interpreter would find.
+_ROOT = Path(__file__).parents[1]
+_END_S = 30.0
+# A reader's buffer: answers are thrown away, never held.
+_READ_BYTES = 1 << 20
+# Nothing is refused for being slow or large here: whether it fits is the question.
+_CONFIG = """\
+[http]
+body_bytes = 2147483647
+body_s = {seconds}
+[requests]
+timeout_s = {seconds}
+[engine]
+load_s = {seconds}
+[memory]
+os_reserve_mib = 0
+[log]
+format = "console"
+"""
+
+
+class ServiceError(TightfitError):
+    """The agent did not start, ended, or did not answer."""
+
+
+class Service:
+    """A `tightfit-agent serve` under a limit; made by `started`."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self.process = process
+        self._log = log
+        self.url = ""
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Until the agent says its address. Raises ServiceError with what it said instead."""
+        lines: queue.Queue[str] = queue.Queue()
+        stdout = cast("IO[str]", self.process.stdout)
+        threading.Thread(target=lambda: lines.put(stdout.readline()), daemon=True).start()
+        try:
+            line = lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise ServiceError(f"it was not ready within {timeout_s:g} s") from None
+        if not line.startswith("serving "):
+            self.process.wait(_END_S)
+            raise ServiceError(self.last_words() or f"the agent ended with code {self.process.returncode}")
+        self.url = line.split()[-1]
+
+    def fill(self, manifest: Manifest, body: bytes, headers: dict[str, str], timeout_s: float) -> None:
+        """As many requests at the same time as there are slots; returns when all are answered.
+
+        Raises ServiceError with the first answer that is not 200, or with what became of the connection.
+        """
+        slots = manifest.plan.slots
+        failures: queue.Queue[str] = queue.Queue()
+        barrier = threading.Barrier(slots)
+
+        def one() -> None:
+            try:
+                barrier.wait()
+                self._infer(manifest.name, body, headers, timeout_s)
+            except (OSError, http.client.HTTPException, ServiceError) as error:
+                failures.put(str(error) or type(error).__name__)
+
+        threads = [threading.Thread(target=one, daemon=True) for _ in range(slots)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if not failures.empty():
+            raise ServiceError(failures.get())
+
+    def _infer(self, name: str, body: bytes, headers: dict[str, str], timeout_s: float) -> None:
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=timeout_s)
+        try:
+            connection.request("POST", f"/v2/models/{name}/infer", body, headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise ServiceError(f"{response.status} {_error_in(response.read(_READ_BYTES))}")
+            while response.read(_READ_BYTES):
+                pass
+        finally:
+            connection.close()
+
+    def last_words(self) -> str:
+        """The last error of the agent's log, without its decoration."""
+        text = self._log.read_text(encoding="utf-8", errors="replace")
+        lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in text.splitlines()]
+        errors = [line for line in lines if "error" in line.lower() or "engine" in line.lower()] or lines
+        last = next((line for line in reversed(errors) if line), "")
+        return last.removeprefix("tightfit-agent: error: ")[:500]
+
+    def end(self) -> None:
+        """Stop the agent, politely first."""
+        for stop in (self.process.terminate, self.process.kill):
+            stop()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_END_S)
+                return
+
+
+def _error_in(body: bytes) -> str:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(body)["error"])
+    return body[:300].decode("utf-8", errors="replace")
+
+
+@contextlib.contextmanager
+def started(bundle: Path, manifest: Manifest, limit: Limit | None, folder: Path, timeout_s: float) -> Iterator[Service]:
+    """The agent, starting; its log and its configuration stand in `folder`. It is ended with the context."""
+    config, log = folder / "agent.toml", folder / "agent.log"
+    config.write_text(_CONFIG.format(seconds=min(timeout_s, 86_400.0)), encoding="utf-8")
+    command = [sys.executable, "-m", "agent", "serve", "--config", str(config), "--bundle", str(bundle), "--port", "0"]
+    if needs_finalise(manifest):
+        command.append("--finalise")
+    with log.open("w", encoding="utf-8") as stderr:
+        process = subprocess.Popen(
+            limit.command(command) if limit else command,
+            cwd=_ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    service = Service(process, log)
+    try:
+        yield service
+    finally:
+        service.end()
+        cast("IO[str]", process.stdout).close()
+
+
+def needs_finalise(manifest: Manifest) -> bool:
+    """Whether weights must be laid out anew on the board before the bundle can be served."""
+    return any(segment.residency in (Residency.MAPPED, Residency.STREAMED) for segment in manifest.segments)
+
+
+def drop_from_page_cache(bundle: Path, manifest: Manifest) -> None:
+    """Let the kernel forget the bundle's files: a page that is cached already would be charged to somebody else."""
+    for entry in manifest.files:
+        fd = os.open(safe_path(bundle, entry.path), os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def largest_request(bundle: Path, manifest: Manifest) -> tuple[bytes, dict[str, str]]:
+    """An Open Inference Protocol request with every dimension at its maximum, binary in and out: (body, headers).
+
+    Floats are standard normal; integers stay within those of the bundle's sample, because they may index a table.
+    Raises OptionError for an input that the protocol cannot carry.
+    """
+    rng = np.random.default_rng(0)
+    samples = {sample.name: sample.file for sample in manifest.sample}
+    inputs: list[dict[str, Any]] = []
+    chunks: list[bytes] = []
+    for spec in manifest.contract.inputs:
+        shape = [dim if isinstance(dim, int) else manifest.contract.dims[dim].max for dim in spec.shape]
+        sample = safe_path(bundle, samples[spec.name]) if spec.name in samples else None
+        data = _values(rng, spec, shape, sample)
+        chunks.append(data)
+        entry = {"name": spec.name, "datatype": spec.dtype.oip, "shape": shape}
+        inputs.append({**entry, "parameters": {"binary_data_size": len(data)}})
+    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(head))}
+    return head + b"".join(chunks), headers
+
+
+def _values(rng: np.random.Generator, spec: TensorSpec, shape: list[int], sample: Path | None) -> bytes:
+    if spec.dtype is DType.STRING:
+        count = int(np.prod(shape, dtype=np.int64))
+        size = max(spec.max_nbytes // max(count, 1) - 4, 0)
+        return (struct.pack("<I", size) + b"x" * size) * count
+    if spec.dtype.numpy is None or spec.dtype.oip is None:
+        raise OptionError(f"input {spec.describe()} cannot be sent", "compile the model with float32 or integer inputs")
+    dtype = np.dtype(spec.dtype.numpy)
+    if dtype.kind == "f":
+        return rng.standard_normal(shape).astype(dtype).tobytes()
+    low, high = _range_of(sample, dtype)
+    return rng.integers(low, high, shape, endpoint=True).astype(dtype).tobytes()
+
+
+def _range_of(sample: Path | None, dtype: np.dtype[Any]) -> tuple[int, int]:
+    """Smallest and largest integer of the sample; 0 and 1, as masks and flags have them, where there is none."""
+    values: npt.NDArray[Any] = np.fromfile(sample, dtype) if sample else np.zeros(0, dtype)
+    return (int(values.min()), int(values.max())) if values.size else (0, 1)
