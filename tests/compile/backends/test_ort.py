@@ -93,7 +93,7 @@ def with_scratch(folder: Path) -> Path:
     """A kernel that needs many times its result while it runs."""
     conv = node("ConvTranspose", ["x", "w"], ["y"], strides=[2, 2])
     return save(
-        folder, model([conv], [value("x", [1, 8, 32, 32])], [value("y", None)], [init("w", normal(8, 2, 5, 5))])
+        folder, model([conv], [value("x", [1, 8, 16, 16])], [value("y", None)], [init("w", normal(8, 2, 5, 5))])
     )
 
 
@@ -104,7 +104,7 @@ BUILDERS: dict[Callable[[Path], Path], dict[str, Array]] = {
     conditional: SAMPLE,
     looped: SAMPLE,
     several_outputs: SAMPLE,
-    with_scratch: {"x": normal(1, 8, 32, 32)},
+    with_scratch: {"x": normal(1, 8, 16, 16)},
 }
 
 
