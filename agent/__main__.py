@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
+
 try:
     import typer
 
@@ -14,8 +16,10 @@ except ModuleNotFoundError as error:
     sys.stderr.write(f"tightfit-agent: error: {error.name} is not installed (pip install 'tightfit[agent,cpu]')\n")
     sys.exit(2)
 
-from agent.config import Memory, load_config
+from agent import finalise as finalising
+from agent.config import EngineOptions, Memory, load_config
 from agent.models import Model, machine_budget, open_model
+from targets.bundle import Residency
 from targets.errors import TightfitError
 from targets.tensor import human
 
@@ -45,6 +49,13 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on, 0 for a free one [8080].")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads for one operator, 0 for one per core [0].")] = None,
+    residency: Annotated[
+        Residency | None, typer.Option(help="Where every segment's weights are, whatever the bundle's plan says.")
+    ] = None,
+    cache: Annotated[Path | None, typer.Option(help="Where finalise put its files [see finalise --help].")] = None,
+    finalise_on_start: Annotated[
+        bool | None, typer.Option("--finalise", help="Finalise the bundle first if that was not done.")
+    ] = None,
     allow_insecure_network: Annotated[
         bool | None,
         typer.Option("--allow-insecure-network", help="Listen beyond this machine without TLS and authentication."),
@@ -57,11 +68,82 @@ def serve(
         {
             "": {"bundle": str(bundle) if bundle else None},
             "http": {"host": host, "port": port, "allow_insecure_network": allow_insecure_network or None},
-            "engine": {"threads": threads},
+            "engine": {
+                "threads": threads,
+                "residency": residency.value if residency else None,
+                "cache": str(cache) if cache else None,
+                "finalise_on_start": finalise_on_start or None,
+            },
             "log": {"level": log_level},
         },
     )
     agent_app.serve(settings, _say)
+
+
+@cli.command(
+    epilog="Default for --cache: $TIGHTFIT_STATE/finalised if TIGHTFIT_STATE is set, else /var/lib/tightfit/finalised"
+    " if /var/lib/tightfit can be written, else BUNDLE.finalised beside the bundle; serve looks in the same places."
+    " What is made is good for this bundle, this version of the runtime and this CPU only."
+    " Example: tightfit-agent finalise OUT.tfb"
+)
+def finalise(
+    bundle: Annotated[Path, typer.Argument(help="The bundle (a folder).")],
+    *,
+    cache: Annotated[Path | None, typer.Option(help="Folder to write to, about twice the weights.")] = None,
+    residency: Annotated[
+        Residency | None, typer.Option(help="As given to serve, where that is not as the bundle's plan has it.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=0, help="Threads, 0 for one per core.")] = 0,
+    os_reserve_mib: Annotated[
+        int, typer.Option(min=0, help="Memory that stays for the rest of the system.")
+    ] = Memory().os_reserve_mib,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="First delete what other runtimes or CPUs made of this bundle there.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Say what was done as JSON.")] = False,
+) -> None:
+    """Lay out the weights of mapped and streamed segments for this board, once, one segment at a time."""
+    model = open_model(bundle, machine_budget(os_reserve_mib), residency)
+    freed = finalising.prune(model, cache) if prune else 0
+    report = None
+    if model.to_lay_out:
+        intra_op_threads = EngineOptions(threads=threads).intra_op_threads
+        report = finalising.build(model, cache, intra_op_threads, _note)
+    _say(_finalised_json(report, freed) if json else _finalised_text(model, report, freed))
+
+
+def _note(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def _finalised_text(model: Model, report: finalising.Report | None, freed: int) -> str:
+    head = f"{model.name} version {model.version}"
+    pruned = f"; {human(freed)} of what others made were deleted" if freed else ""
+    if report is None:
+        return f"{head}: nothing to build, no segment is mapped or streamed{pruned}"
+    count, total = len(report.finalised.segments), human(report.finalised.total_bytes)
+    storage = f"{count} segment{'s' * (count != 1)} in {report.folder} take {total} of storage{pruned}"
+    if not report.built:
+        return f"{head} is finalised already, all files verified: {storage}"
+    cost = f"{report.seconds:.1f} s, at most {human(report.peak_bytes)} of memory"
+    return f"{head} is finalised ({len(report.built)} built now, {cost}): {storage}"
+
+
+def _finalised_json(report: finalising.Report | None, freed: int) -> str:
+    fields = {"state": "nothing to build", "built": [], "segments": [], "total_bytes": 0, "freed_bytes": freed}
+    if report is not None:
+        fields |= {
+            "state": "built" if report.built else "present",
+            "folder": str(report.folder),
+            "built": report.built,
+            "segments": report.finalised.segments,
+            "total_bytes": report.finalised.total_bytes,
+            "machine": report.finalised.machine,
+            "seconds": round(report.seconds, 3),
+            "peak_bytes": report.peak_bytes,
+        }
+    return msgspec.json.encode(fields).decode("utf-8")
 
 
 @cli.command(epilog="Example: tightfit-agent check OUT.tfb")

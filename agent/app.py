@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 from collections.abc import Callable, Coroutine
 from importlib import metadata
@@ -12,16 +13,19 @@ from typing import Any
 
 import uvloop
 
-from agent import log, systemd
+from agent import finalise, log, systemd
 from agent.config import Config
 from agent.gateway import Gateway
 from agent.http.protocol import address_of, listen, runner_of
 from agent.http.v2 import V2
 from agent.models import Model, machine_budget, open_model
 from agent.telemetry import Telemetry
+from targets.bundle import Residency
 
 # After the drain every answer is written; this is for the last of them to leave the socket.
 _FLUSH_S = 2.0
+# While a bundle is finalised the service manager hears of it every few seconds, and may wait this much longer.
+_FINALISE_STEP_US = 120_000_000
 Announce = Callable[[str], None]
 
 
@@ -36,8 +40,33 @@ def version() -> str:
 def serve(config: Config, announce: Announce) -> None:
     """Verify the bundle, load it, and serve until SIGTERM or SIGINT. `announce` hears the address once ready."""
     log.configure(config.log.level, config.log.format)
-    model = open_model(Path(config.bundle), machine_budget(config.memory.os_reserve_mib))
+    chosen = None if config.engine.residency == "plan" else Residency(config.engine.residency)
+    model = open_model(Path(config.bundle), machine_budget(config.memory.os_reserve_mib), chosen)
+    if not model.planned:
+        planned = sorted({segment.residency.value for segment in model.manifest.segments})
+        log.get("gateway").warning(
+            "the plan was made for another residency: it says nothing of the memory that this one takes",
+            chosen=config.engine.residency, planned=",".join(planned),
+        )  # fmt: skip
+    if model.to_lay_out:
+        model = dataclasses.replace(model, finalised=_laid_out(config, model))
     uvloop.run(_serve(config, model, announce))
+
+
+def _laid_out(config: Config, model: Model) -> Path:
+    """The folder with the model's laid-out segments, made now if the configuration says so."""
+    cache = Path(config.engine.cache) if config.engine.cache else None
+    try:
+        return finalise.locate(model, cache)
+    except finalise.FinaliseError:
+        if not config.engine.finalise_on_start:
+            raise
+
+    def progress(line: str) -> None:
+        systemd.notify(f"EXTEND_TIMEOUT_USEC={_FINALISE_STEP_US}\nSTATUS={line}")
+        log.get("gateway").info("finalise", progress=line)
+
+    return finalise.build(model, cache, config.engine.intra_op_threads, progress).folder
 
 
 async def _serve(config: Config, model: Model, announce: Announce) -> None:

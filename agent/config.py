@@ -59,10 +59,18 @@ class Requests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The engine process. `threads` compute one operator together; 0 means one per core."""
+    """The engine process. `threads` compute one operator together; 0 means one per core.
+
+    `residency` says where every segment's weights are, `plan` that it is as the bundle's plan has it. What mapped and
+    streamed segments need is looked for in `cache` (empty: in the default places, see `tightfit-agent finalise
+    --help`) and made when it is not there if `finalise_on_start`.
+    """
 
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     load_s: Seconds = 300.0
+    residency: Literal["plan", "heap", "mapped", "streamed", "unpacked"] = "plan"
+    cache: str = ""
+    finalise_on_start: bool = False
 
     @property
     def intra_op_threads(self) -> int:

@@ -98,11 +98,14 @@ class Gateway:
             options.intra_op_threads,
             self._config.log.level,
             self._config.log.format,
+            tuple(residency.value for residency in self.model.residencies),
+            str(self.model.finalised or ""),
         )
         ready = await self._engine.start(load, options.load_s)
         self._log.info(
             "engine ready", model=self.model.name, version=self.model.version, runtime=ready.runtime,
             load_s=round(ready.load_s, 3), threads=options.intra_op_threads, slots=self._pool.slots,
+            **{f"pss_{kind}": nbytes for kind, nbytes in ready.pss.items()},
         )  # fmt: skip
         return ready
 
@@ -202,7 +205,7 @@ class Gateway:
         if call is None:
             self._release(request.slot, request.id)
         elif isinstance(reply, Done):
-            self.telemetry.ran(reply.run_s)
+            self.telemetry.ran(reply.run_s, reply.streamed_bytes)
             _resolve(call, Result(tuple(Output(*output) for output in reply.outputs), reply.run_s))
         else:
             _reject(call, Refused(Reason(reply.reason), reply.message))

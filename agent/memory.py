@@ -25,6 +25,11 @@ def pss_by_kind(pid: int) -> dict[str, int]:
     return {kind: fields[name] for name, kind in KINDS.items() if name in fields}
 
 
+def peak_rss_bytes() -> int:
+    """The most that this process had in memory since it was started, file-backed pages included."""
+    return _fields(Path("/proc/self/status"))["VmHWM"]
+
+
 def _fields(path: Path) -> dict[str, int]:
     """`Name:   123 kB` lines as bytes."""
     fields: dict[str, int] = {}

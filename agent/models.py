@@ -10,19 +10,28 @@ from agent.memory import mem_total_bytes
 from agent.runtimes import backend_module
 from targets.board import MIB
 from targets.budget import budget_of_machine, check_plan
-from targets.bundle import Manifest, read_manifest, verify_files
+from targets.bundle import Manifest, Residency, read_manifest, verify_files
 from targets.errors import BudgetError, BundleError
 from targets.tensor import Contract, human
+
+LAID_OUT = frozenset({Residency.MAPPED, Residency.STREAMED})
+"""Residencies whose weights come from files that `tightfit-agent finalise` makes."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A bundle that this machine can serve."""
+    """A bundle that this machine can serve.
+
+    `residencies` has one entry a segment: the plan's, or what a person chose. `finalised` is where those segments
+    are that need laying out; None while nobody has looked, or when no segment does.
+    """
 
     folder: Path
     manifest: Manifest
     digest: str
     layout: Layout
+    residencies: tuple[Residency, ...]
+    finalised: Path | None = None
 
     @property
     def name(self) -> str:
@@ -34,6 +43,16 @@ class Model:
         return self.digest[:12]
 
     @property
+    def to_lay_out(self) -> tuple[int, ...]:
+        """Segments that are served from laid-out files, by position."""
+        return tuple(step for step, residency in enumerate(self.residencies) if residency in LAID_OUT)
+
+    @property
+    def planned(self) -> bool:
+        """Whether the weights are where the bundle's plan has them."""
+        return self.residencies == tuple(segment.residency for segment in self.manifest.segments)
+
+    @property
     def contract(self) -> Contract:
         return self.manifest.contract
 
@@ -43,10 +62,11 @@ def machine_budget(os_reserve_mib: int) -> int:
     return budget_of_machine(mem_total_bytes(), os_reserve_mib * MIB)
 
 
-def open_model(folder: Path, budget: int) -> Model:
+def open_model(folder: Path, budget: int, residency: Residency | None = None) -> Model:
     """Judge the bundle: manifest, runtime, plan against its board and this machine, then every byte of every file.
 
-    Raises BundleError or BudgetError. The cheap checks come first, the digests last.
+    `residency` is for all segments, whatever the plan says; the plan is judged as it stands all the same. Raises
+    BundleError or BudgetError. The cheap checks come first, the digests last.
     """
     folder = folder.absolute()
     manifest = read_manifest(folder)
@@ -55,7 +75,8 @@ def open_model(folder: Path, budget: int) -> Model:
     layout = Layout.of(manifest.contract, manifest.plan.slots)
     _check_memory(manifest, layout, budget)
     verify_files(folder, manifest)
-    return Model(folder, manifest, manifest.digest, layout)
+    residencies = tuple(residency or segment.residency for segment in manifest.segments)
+    return Model(folder, manifest, manifest.digest, layout, residencies)
 
 
 def _check_servable(manifest: Manifest) -> None:

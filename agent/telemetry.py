@@ -43,6 +43,9 @@ class Telemetry:
             registry=self._registry,
         )
         self._run_s = Histogram("tightfit_run_seconds", "In the engine.", buckets=_BUCKETS_S, registry=self._registry)
+        self._streamed = Counter(
+            "tightfit_streamed_bytes", "Files opened for the turn of a segment.", registry=self._registry
+        )
 
     def settled(self, reason: Reason, seconds: float) -> None:
         """One request has ended."""
@@ -50,9 +53,10 @@ class Telemetry:
         if reason is Reason.OK:
             self._request_s.observe(seconds)
 
-    def ran(self, seconds: float) -> None:
+    def ran(self, seconds: float, streamed_bytes: int = 0) -> None:
         """One run of the engine has ended."""
         self._run_s.observe(seconds)
+        self._streamed.inc(streamed_bytes)
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Show `read()` as a gauge."""

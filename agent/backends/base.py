@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from agent.errors import AgentError
 from agent.runtimes import backend_module
+from targets.bundle import Residency
 
 Array = NDArray[np.generic]
 """A tensor of a type numpy has; strings are object arrays of str."""
@@ -20,10 +21,14 @@ Array = NDArray[np.generic]
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """How a segment is loaded; `settings` are the runtime's own, and what the bundle's plan rests on."""
+    """How a segment is loaded; `settings` are the runtime's own, and what the bundle's plan rests on.
+
+    A graph that is to be mapped or streamed must be one that `Backend.lay_out` wrote.
+    """
 
     threads: int
     settings: Mapping[str, str]
+    residency: Residency = Residency.HEAP
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,10 @@ class Session(Protocol):
         """Values of `outputs`, in that order. Feeds are read in place. Raises BackendError."""
         ...
 
+    def close(self) -> None:
+        """Give back weights and graph now; outputs that were given out stay valid. Nothing runs afterwards."""
+        ...
+
 
 class Backend(Protocol):
     """One module a runtime."""
@@ -59,6 +68,14 @@ class Backend(Protocol):
 
     def load_session(self, path: Path, options: SessionOptions) -> Session:
         """Load one graph. Raises BackendError."""
+        ...
+
+    def lay_out(self, source: Path, target: Path, options: SessionOptions) -> None:
+        """Write the graph as this machine's kernels want it: `target`, and its weights beside it as `target`.bin.
+
+        Holds one segment in memory, laid out. The files are good for this version of the runtime on this CPU.
+        Raises BackendError.
+        """
         ...
 
 

@@ -31,13 +31,18 @@ Bytes = NDArray[np.uint8]
 
 
 class Load(msgspec.Struct, frozen=True, tag="load", array_like=True):
-    """Gateway to engine, once: load this bundle. `digest` is that of the manifest the gateway verified."""
+    """Gateway to engine, once: load this bundle. `digest` is that of the manifest the gateway verified.
+
+    `residencies` are `Residency` values, one a segment; `finalised` is the folder of laid-out segments, or empty.
+    """
 
     folder: str
     digest: str
     threads: int
     log_level: str
     log_format: str
+    residencies: tuple[str, ...]
+    finalised: str
 
 
 class Run(msgspec.Struct, frozen=True, tag="run", array_like=True):
@@ -66,11 +71,15 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
-    """Engine to gateway: (index, shape, nbytes) of every output now in the slot."""
+    """Engine to gateway: (index, shape, nbytes) of every output now in the slot.
+
+    `streamed_bytes` is the size of the files that were opened for the turn of a segment since the last Done.
+    """
 
     id: int
     run_s: float
     outputs: tuple[tuple[int, tuple[int, ...], int], ...]
+    streamed_bytes: int = 0
 
 
 class RunError(msgspec.Struct, frozen=True, tag="error", array_like=True):

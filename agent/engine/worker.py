@@ -12,18 +12,22 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from agent import log
-from agent.backends.base import ArenaOptions, Array, BackendError, Session, SessionOptions, open_backend
+from agent.backends.base import ArenaOptions, Array, BackendError, SessionOptions, open_backend
 from agent.engine.channel import Done, Failed, Layout, Load, Ready, Run, RunError, Slab, receive_in_engine, send
+from agent.engine.residency import Sessions, Source, trim_heap
 from agent.errors import AgentError, Reason, RefusedError
+from agent.finalise import check_runtime, laid_out_files
 from agent.memory import pss_by_kind
+from agent.models import LAID_OUT
 from agent.strings import pack_strings, unpack_strings
 from targets.budget import MemoryPlan
-from targets.bundle import Manifest, Segment, read_manifest, safe_path
+from targets.bundle import Manifest, Residency, Segment, read_manifest, safe_path
 from targets.errors import BundleError, TightfitError
 from targets.tensor import DType, TensorSpec, human
 
@@ -35,7 +39,19 @@ _OOM_SCORE_ADJ = 500
 class Engine:
     """A loaded bundle: one session per segment, run in order, values passed on by name."""
 
-    def __init__(self, folder: Path, manifest: Manifest, threads: int, slab: Slab) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        threads: int,
+        slab: Slab,
+        residencies: Sequence[Residency] = (),
+        finalised: Path | None = None,
+    ) -> None:
+        """Load it. `residencies` (one a segment; the manifest's when empty) win over the manifest's.
+
+        `finalised` is the folder of those that are laid out. Raises BackendError or FinaliseError.
+        """
         self._contract = manifest.contract
         self._segments = manifest.segments
         self._slab = slab
@@ -43,12 +59,22 @@ class Engine:
         arena = _arena(manifest.plan)
         backend.prepare(arena)
         self.runtime = backend.describe()
-        self._sessions: list[Session] = [
-            backend.load_session(safe_path(folder, s.file), SessionOptions(threads, s.settings)) for s in self._segments
+        if finalised:
+            check_runtime(finalised, self.runtime)
+        residencies = residencies or [segment.residency for segment in self._segments]
+        sources = [
+            _source(folder, finalised, step, segment, SessionOptions(threads, segment.settings, residency))
+            for step, (segment, residency) in enumerate(zip(self._segments, residencies, strict=True))
         ]
+        self._sessions = Sessions(backend, sources)
         self._last_use = _last_uses(self._segments)
-        # Loading leaves behind what optimizing the graphs took; it would otherwise stay until the process ends.
-        ctypes.CDLL(None).malloc_trim(0)
+        self._counted_bytes = 0
+        # Loading leaves behind what optimizing the graphs took.
+        trim_heap()
+
+    def close(self) -> None:
+        """Close every session."""
+        self._sessions.close()
 
     def run(self, run: Run) -> Done:
         """Run what stands in the slot and leave the outputs there. Raises BackendError or RefusedError."""
@@ -57,14 +83,20 @@ class Engine:
         wanted = {self._contract.outputs[index].name for index in run.outputs}
         self._run_segments(values, wanted)
         outputs = tuple(self._write_output(index, run.slot, values) for index in run.outputs)
-        return Done(run.id, time.perf_counter() - started, outputs)
+        return Done(run.id, time.perf_counter() - started, outputs, self._newly_streamed())
+
+    def _newly_streamed(self) -> int:
+        """Bytes opened since the last call."""
+        before, self._counted_bytes = self._counted_bytes, self._sessions.streamed_bytes
+        return self._counted_bytes - before
 
     def _run_segments(self, values: dict[str, Array], wanted: set[str]) -> None:
-        for step, (segment, session) in enumerate(zip(self._segments, self._sessions, strict=True)):
+        for step, segment in enumerate(self._segments):
             outputs = [o for o in segment.outputs if o in wanted or self._last_use.get(o, -1) > step]
             feeds = {name: values[name] for name in segment.inputs}
             if outputs:
-                values.update(zip(outputs, session.run(feeds, outputs), strict=True))
+                with self._sessions.turn(step) as session:
+                    values.update(zip(outputs, session.run(feeds, outputs), strict=True))
             for name in segment.inputs:
                 if self._last_use[name] == step and name not in wanted:
                     del values[name]
@@ -97,6 +129,15 @@ class Engine:
         return index, value.shape, data.nbytes
 
 
+def _source(folder: Path, finalised: Path | None, step: int, segment: Segment, options: SessionOptions) -> Source:
+    if options.residency not in LAID_OUT:
+        return Source(safe_path(folder, segment.file), options)
+    if finalised is None:
+        raise AgentError(f"segment {segment.file} is {options.residency.value}, and no laid-out files were given")
+    graph, weights = laid_out_files(finalised, step)
+    return Source(graph, options, (graph, weights))
+
+
 def _arena(plan: MemoryPlan) -> ArenaOptions:
     """The plan's arena, and as its cap all that the budget leaves beside what the runtime's allocator does not see."""
     run = plan.phase("run")
@@ -117,7 +158,9 @@ def load(message: Load, slab_fd: int) -> Engine:
     if manifest.digest != message.digest:
         raise BundleError("the bundle changed after it was verified", "start the agent again")
     slab = Slab(slab_fd, Layout.of(manifest.contract, manifest.plan.slots))
-    engine = Engine(folder, manifest, message.threads, slab)
+    residencies = [Residency(value) for value in message.residencies]
+    finalised = Path(message.finalised) if message.finalised else None
+    engine = Engine(folder, manifest, message.threads, slab, residencies, finalised)
     if manifest.sample or not manifest.contract.inputs:
         try:
             warm_up(engine, folder, manifest, slab)

@@ -1,0 +1,104 @@
+"""How many bytes of weights a graph refers to, without the onnx library, which a board does not have.
+
+Reads the protobuf wire format (https://protobuf.dev/programming-guides/encoding/) of an ONNX ModelProto along the few
+fields that lead to external data; everything else is skipped unread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from agent.errors import AgentError
+
+Message = memoryview
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+# A varint has at most ten bytes of seven bits each.
+_VARINT_BITS = 70
+
+# onnx.proto: field numbers of what may hold tensors. TensorProto.external_data is a list of (key, value) strings.
+_MODEL_GRAPH = 7
+_GRAPH_NODE, _GRAPH_INITIALIZER = 1, 5
+_NODE_ATTRIBUTE = 5
+_ATTRIBUTE_TENSOR, _ATTRIBUTE_GRAPH, _ATTRIBUTE_GRAPHS = 5, 6, 11
+_TENSOR_EXTERNAL_DATA = 13
+_ENTRY_KEY, _ENTRY_VALUE = 1, 2
+
+
+def external_bytes(path: Path) -> int:
+    """Bytes of all tensors that the graph keeps outside of its file, subgraphs included.
+
+    A tensor that states no length counts as its whole file. Raises AgentError when `path` is no ONNX graph.
+    """
+    try:
+        # Only the graph and what is too small to be kept outside: the weights are not in this file.
+        return sum(_length(path.parent, entry) for entry in _model(memoryview(path.read_bytes())))
+    except OSError as error:
+        raise AgentError(f"{path.name} cannot be read: {error.strerror}") from None
+    except (ValueError, IndexError):
+        raise AgentError(f"{path.name} is not an ONNX graph", "copy the bundle again") from None
+
+
+def _length(folder: Path, entry: dict[str, str]) -> int:
+    if "length" in entry:
+        return int(entry["length"])
+    return (folder / entry.get("location", "")).stat().st_size
+
+
+def _model(message: Message) -> Iterator[dict[str, str]]:
+    for _, graph in _fields(message, _MODEL_GRAPH):
+        yield from _graph(graph)
+
+
+def _graph(message: Message) -> Iterator[dict[str, str]]:
+    for number, value in _fields(message, _GRAPH_NODE, _GRAPH_INITIALIZER):
+        if number == _GRAPH_INITIALIZER:
+            yield from _tensor(value)
+            continue
+        for _, attribute in _fields(value, _NODE_ATTRIBUTE):
+            for kind, inner in _fields(attribute, _ATTRIBUTE_TENSOR, _ATTRIBUTE_GRAPH, _ATTRIBUTE_GRAPHS):
+                yield from _tensor(inner) if kind == _ATTRIBUTE_TENSOR else _graph(inner)
+
+
+def _tensor(message: Message) -> Iterator[dict[str, str]]:
+    entries = [
+        {number: str(value, "utf-8") for number, value in _fields(entry, _ENTRY_KEY, _ENTRY_VALUE)}
+        for _, entry in _fields(message, _TENSOR_EXTERNAL_DATA)
+    ]
+    if entries:
+        yield {entry.get(_ENTRY_KEY, ""): entry.get(_ENTRY_VALUE, "") for entry in entries}
+
+
+def _fields(message: Message, *wanted: int) -> Iterator[tuple[int, Message]]:
+    """(number, bytes) of the length-delimited fields that are wanted. Raises ValueError or IndexError."""
+    at = 0
+    while at < len(message):
+        tag, at = _varint(message, at)
+        kind = tag & 7
+        if kind == _VARINT:
+            _, at = _varint(message, at)
+        elif kind == _FIXED64:
+            at += 8
+        elif kind == _FIXED32:
+            at += 4
+        elif kind == _BYTES:
+            size, at = _varint(message, at)
+            if at + size > len(message):
+                raise ValueError("a field goes past its message")
+            if tag >> 3 in wanted:
+                yield tag >> 3, message[at : at + size]
+            at += size
+        else:
+            raise ValueError(f"wire type {kind}")
+
+
+def _varint(message: Message, at: int) -> tuple[int, int]:
+    """(value, where it ends)."""
+    value = 0
+    for shift in range(0, _VARINT_BITS, 7):
+        byte = message[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+    raise ValueError("a varint without an end")
