@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from targets.board import load_board
-from targets.bundle import read_manifest, verify_files
-from targets.errors import TightfitError
+from targets.bundle import Residency, read_manifest, verify_files
+from targets.errors import TightfitError, did_you_mean
 from targets.tensor import human, parse_size
 
 PROGRAM = "tightfit-compile"
@@ -42,6 +42,12 @@ def compile_command(
     slots: Annotated[int, typer.Option(min=1, max=256, help="Requests that can be in memory at once.")] = 2,
     max_error: Annotated[float | None, typer.Option(help="Fail when an output's relative L2 exceeds this.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing bundle of that name.")] = False,
+    host_memory: Annotated[
+        str, typer.Option(help="Memory that compiling may take, whatever the model's size.")
+    ] = "2GiB",
+    residency: Annotated[
+        str, typer.Option(help="heap, mapped, streamed or unpacked; by default the first that fits the board.")
+    ] = "",
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON, nothing else.")] = False,
 ) -> None:
     """Compile MODEL for a board.
@@ -51,6 +57,10 @@ def compile_command(
       tightfit-compile rec.onnx --target raspberry-pi-5-4gb --shape x=1,3,48,320..1600 -o rec.tfb
 
       tightfit-compile llm.onnx --target raspberry-pi-5-4gb --scheme int4 --calib prompts.npz -o llm.tfb
+
+      tightfit-compile 12gb.onnx --target raspberry-pi-5-4gb --scheme int4 --host-memory 1GiB -o 12gb.tfb
+
+    Interrupted at any moment, the same command goes on where it was and ends with the same bytes.
     """
     # Imported here so that --help and inspect answer at once.
     from compile.pipeline import Options, compile_model  # noqa: PLC0415
@@ -68,6 +78,8 @@ def compile_command(
         slots=slots,
         max_error=max_error,
         overwrite=overwrite,
+        host_memory=parse_size(host_memory),
+        residency=_residency(residency),
     )
     board = load_board(target)
     with JsonProgress() if json_output else TerminalProgress() as progress:
@@ -78,6 +90,13 @@ def compile_command(
     console = Console()
     print_report(manifest, console)
     console.print(f"[bold green]wrote[/] {escape(str(out))} ({human(sum(entry.nbytes for entry in manifest.files))})")
+
+
+def _residency(text: str) -> Residency | None:
+    names = [residency.value for residency in Residency]
+    if text and text not in names:
+        raise TightfitError(f"unknown residency {text!r}", did_you_mean(text, names))
+    return Residency(text) if text else None
 
 
 @app.command("inspect")

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from compile.backends.base import Step, Trace, WeightFootprint
 from targets.arena import Arena, Buffer, Placed, lower_bound
 from targets.board import MIB, Board
-from targets.budget import MemoryPlan, Phase, Term, budget_bytes
+from targets.budget import FINALISE, MemoryPlan, Phase, Term, budget_bytes
+from targets.bundle import Residency
 from targets.errors import BudgetError
 from targets.tensor import human
 
@@ -119,14 +120,15 @@ def _first_fit(buffers: Sequence[Buffer]) -> list[Placed]:
 SEARCH_STEP_BYTES = 1 << 16
 
 
-def arena_in_practice(planned: int, fits: Callable[[int], bool], limit: int) -> int:
+def arena_in_practice(planned: int, observed: int, fits: Callable[[int], bool], limit: int) -> int:
     """An arena in which the runtime's own online allocator completes a run, at most 5 % (or 64 KiB) above the
     smallest; the difference to the plan is the runtime's scratch and fragmentation.
 
-    Starts at the plan's height, doubles what it adds until a run fits, then halves the gap. Raises BudgetError
-    when no run fits within `limit` bytes.
+    Starts at the plan's height, or at the peak that the arena itself reported where that is higher (kernels also ask
+    for scratch); doubles what it adds until a run fits, then halves the gap. Raises BudgetError when no run fits
+    within `limit` bytes.
     """
-    low = high = _aligned(max(planned, ALIGNMENT))
+    low = high = _aligned(max(planned, observed, ALIGNMENT))
     if fits(high):
         return high
     extra = max(high // 20, SEARCH_STEP_BYTES)
@@ -155,43 +157,109 @@ def _aligned(nbytes: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """What one bundle needs beside its arena: weights, the runtime's scratch, bytes of one request slot."""
+    """What one bundle needs beside its arena: weights of every segment, the runtime's scratch, one request slot."""
 
-    weights: WeightFootprint
+    weights: Sequence[WeightFootprint]
     workspace: int
     slot: int
 
 
-def plan(board: Board, arena: Arena, footprint: Footprint, slots: int) -> MemoryPlan:
-    """The certificate for a bundle of one resident segment.
+# What is tried, in order, when nobody chose: fastest first. Block-quantized kernels need their own layout of the
+# weights, without it they are 60 times as slow; for float weights mapping the bundle's own file costs no second one.
+PREFERENCE = {
+    True: (Residency.HEAP, Residency.MAPPED, Residency.STREAMED),
+    False: (Residency.HEAP, Residency.UNPACKED, Residency.STREAMED),
+}
 
-    load: the weights as mapped from the file, and at the same time what the runtime copies of them.
-    run:  what stays of that, the arena, and each slot twice: once in the slab that both processes share, once
-          as the body or answer that the gateway reads or sends.
+
+def choose(
+    board: Board, arena: Arena, needs: Footprint, slots: int, requested: Residency | None, quantized: bool
+) -> tuple[Residency, MemoryPlan]:
+    """The first residency whose plan stays inside the board's budget, or the requested one; and its plan.
+
+    When none does, the last one's plan is returned: `check_plan` then says what is too large.
     """
-    weights = footprint.weights
+    tried = (requested,) if requested else PREFERENCE[quantized]
+    for residency in tried:
+        made = plan(board, arena, needs, slots, residency)
+        if all(phase.total_bytes <= made.budget_bytes for phase in made.phases):
+            break
+    return residency, made
+
+
+def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residency: Residency) -> MemoryPlan:
+    """The certificate.
+
+    finalise: one segment at a time is mapped, laid out on the heap, and written. Only where files are made so.
+    load:     segments one after the other; while one is laid out, its source is mapped beside the copy.
+    run:      what stays of that, the arena, and each slot twice: once in the slab that both processes share, once
+              as the body or answer that the gateway reads or sends.
+    """
     fixed = Term("runtime", "anonymous", board.memory.runtime_fixed_mib * MIB)
-    session = Term("session", "anonymous", weights.session)
-    heap = Term("weights", "anonymous", weights.heap)
-    mapped = Term("mapped_weights", "file", weights.mapped)
-    return MemoryPlan(
-        budget_bytes=budget_bytes(board),
-        slots=slots,
-        phases=(
-            Phase("load", (fixed, session, heap, Term("mapped_weights", "file", weights.mapped + weights.heap))),
-            Phase(
-                "run",
-                (
-                    fixed,
-                    session,
-                    heap,
-                    mapped,
-                    Term("activations", "anonymous", arena.height),
-                    Term("workspace", "anonymous", footprint.workspace),
-                    Term("io_slots", "shared", slots * footprint.slot),
-                    Term("bodies", "anonymous", slots * footprint.slot),
-                ),
+    weights = _WEIGHT_TERMS[residency](needs.weights)
+    phases = [
+        Phase("load", (fixed, *weights.load)),
+        Phase(
+            "run",
+            (
+                fixed,
+                *weights.run,
+                Term("activations", "anonymous", arena.height),
+                Term("workspace", "anonymous", needs.workspace),
+                Term("io_slots", "shared", slots * needs.slot),
+                Term("bodies", "anonymous", slots * needs.slot),
             ),
         ),
-        arena=arena,
+    ]
+    if residency in (Residency.MAPPED, Residency.STREAMED):
+        phases.insert(0, Phase(FINALISE, (fixed, *_finalise_terms(needs.weights))))
+    return MemoryPlan(budget_bytes(board), slots, tuple(phases), arena)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WeightTerms:
+    """What weights and sessions take while they are loaded, and afterwards."""
+
+    load: tuple[Term, ...]
+    run: tuple[Term, ...]
+
+
+def _terms(session: int, heap: int, mapped: int) -> tuple[Term, ...]:
+    return (
+        Term("session", "anonymous", session),
+        Term("weights", "anonymous", heap),
+        Term("mapped_weights", "file", mapped),
     )
+
+
+def _heap_terms(parts: Sequence[WeightFootprint]) -> _WeightTerms:
+    session, heap, mapped = (sum(getattr(p, kind) for p in parts) for kind in ("session", "heap", "mapped"))
+    in_transit = max(p.heap for p in parts)
+    return _WeightTerms(_terms(session, heap, mapped + in_transit), _terms(session, heap, mapped))
+
+
+def _mapped_terms(parts: Sequence[WeightFootprint]) -> _WeightTerms:
+    terms = _terms(sum(p.session for p in parts), 0, sum(p.heap + p.mapped for p in parts))
+    return _WeightTerms(terms, terms)
+
+
+def _streamed_terms(parts: Sequence[WeightFootprint]) -> _WeightTerms:
+    """The segment that runs and the one that is read ahead, at the worst moment of a sweep that begins again."""
+    pairs = list(zip(parts, (*parts[1:], parts[0]), strict=True)) if len(parts) > 1 else [(parts[0],)]
+    mapped = max(sum(p.heap + p.mapped for p in pair) for pair in pairs)
+    session = max(sum(p.session for p in pair) for pair in pairs)
+    terms = _terms(session, 0, mapped)
+    return _WeightTerms(terms, terms)
+
+
+def _finalise_terms(parts: Sequence[WeightFootprint]) -> tuple[Term, ...]:
+    worst = max(parts, key=lambda p: p.heap + p.mapped)
+    return _terms(worst.session, worst.heap, worst.heap + worst.mapped)
+
+
+_WEIGHT_TERMS: dict[Residency, Callable[[Sequence[WeightFootprint]], _WeightTerms]] = {
+    Residency.HEAP: _heap_terms,
+    Residency.MAPPED: _mapped_terms,
+    Residency.STREAMED: _streamed_terms,
+    Residency.UNPACKED: _mapped_terms,
+}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import functools
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -13,34 +15,34 @@ import msgspec
 import numpy as np
 
 from compile import memory
-from compile.backends.base import Backend, Trace, backend
+from compile.activations import ActivationCache
+from compile.backends.base import Backend, Model, Part, WeightFootprint, backend
 from compile.calibrate import Sample, corners, random_samples, read_samples
 from compile.errors import ModelError, OptionError
-from compile.graph import external_files, ir, load_model, nodes_of, weight_nbytes
+from compile.graph import ir, load_model, nodes_of, weight_nbytes
+from compile.partition import Cut, cut, extract, positions, segments, static_sizes
 from compile.passes.base import Pass, run_passes
 from compile.passes.fold import FoldConstants
 from compile.passes.normalize import FixNames, InferShapes, InlineFunctions, LiftConstants, RemoveDeadCode, SortNodes
 from compile.quantize.schemes import Scheme, choose_scheme
 from compile.report import report_json
 from compile.shapes import ShapeRequest, bind_shapes, build_contract, largest_nbytes, sizes_at
-from compile.verify import FLOAT_LIMIT, compare
+from compile.source import Digests, SourceStamp
+from compile.verify import FLOAT_LIMIT, Link, verify
 from compile.writer import BundleWriter
-from targets.board import MIB, Board
-from targets.budget import MemoryPlan, budget_bytes, check_plan
-from targets.bundle import NAME, SCHEMA, Manifest, Quantization, SampleTensor, Segment, Source, Verification
-from targets.bundle import file_sha256 as sha256_of
+from targets.board import MIB, Board, board_digest
+from targets.budget import budget_bytes, check_plan
+from targets.bundle import NAME, SCHEMA, Manifest, Quantization, Residency, SampleTensor, Segment, Verification
 from targets.errors import BudgetError
 from targets.tensor import Contract, DimRange, human
 
-SEGMENT = "segments/00.onnx"
-WEIGHTS = "weights.bin"
+WEIGHTS = "segments/weights.bin"
+
+# What puts the source into a form that can be cut by names that also stand in the compiled graph.
+SOURCE_FORM: tuple[Pass, ...] = (InlineFunctions(), LiftConstants(), SortNodes(), FixNames(), InferShapes())
 
 NORMALIZE: tuple[Pass, ...] = (
-    InlineFunctions(),
-    LiftConstants(),
-    SortNodes(),
-    FixNames(),
-    InferShapes(),
+    *SOURCE_FORM,
     FoldConstants(),
     LiftConstants(),
     RemoveDeadCode(),
@@ -51,7 +53,10 @@ NORMALIZE: tuple[Pass, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a person can choose. `max_error`: limit of relative L2 per output, None for the scheme's default."""
+    """What a person can choose. `max_error`: limit of relative L2 per output, None for the scheme's default.
+
+    `host_memory`: bytes that compiling may take, whatever the model's size; larger models are cut into more segments.
+    """
 
     scheme: str = "fp32"
     shapes: tuple[ShapeRequest, ...] = ()
@@ -62,6 +67,8 @@ class Options:
     slots: int = 2
     max_error: float | None = None
     overwrite: bool = False
+    host_memory: int = 2 << 30
+    residency: Residency | None = None
 
     def recorded(self) -> dict[str, str]:
         """The options that shape the bundle, as the manifest keeps them: no paths."""
@@ -70,6 +77,8 @@ class Options:
             "shapes": " ".join(f"{name}={','.join(map(str, dims))}" for name, dims in self.shapes),
             "samples": str(self.samples),
             "slots": str(self.slots),
+            "host_memory": str(self.host_memory),
+            "residency": self.residency.value if self.residency else "",
         }
 
 
@@ -100,9 +109,9 @@ def compile_model(
 
     progress.phase("read")
     model = load_model(source)
-    origin = _digests(model, source, progress)
-    source_bytes = weight_nbytes(model)
     _check_opset(model, board)
+    stamp = SourceStamp.of(source, model)
+    source_bytes = weight_nbytes(model)
 
     progress.phase("transform")
     dims = bind_shapes(model, options.shapes)
@@ -112,30 +121,50 @@ def compile_model(
     samples, origin_of_samples = _samples(model, inputs_only, options, progress)
     lowered = runtime.lower(model, scheme)
     run_passes(model, (RemoveDeadCode(), FixNames(), SortNodes()))
+    cuts = _cut(model, source, options)
+    settings = runtime.session_settings(scheme)
+    properties = dict(model.metadata_props)
+    _strip_metadata(model)
 
-    with BundleWriter(out, options.overwrite) as writer:
-        progress.phase("quantize and write", sum(tensor.nbytes for tensor in _initializers(model)))
-        _strip_metadata(model, writer)
-        writer.add_graph(SEGMENT, WEIGHTS, model, progress.advance)
-        weight_bytes = weight_nbytes(model)
-        settings = runtime.session_settings(scheme)
+    head = {"source": stamp.described(), "board": board_digest(board), "options": options.recorded(), **_tools(runtime)}
+    with BundleWriter(out, head, options.overwrite) as writer, stamp.hashing() as digests:
+        planned = sum(tensor.nbytes for tensor in _initializers(model))
+        _check_disk(out, planned)
+        progress.phase("quantize and write", planned)
+        parts, footprint, weight_bytes = _write_segments(
+            writer, model, cuts, runtime, _Both(progress, planned, digests)
+        )
 
         progress.phase("verify")
-        segment = writer.folder / SEGMENT
-        errors = compare(
-            runtime.load(source, {}), runtime.load(segment, settings), samples, _error_limit(options, scheme)
-        )
+        chains = _source_chain(source, options, runtime, parts), _compiled_chain(runtime, settings, parts)
+        results = [value.name or "" for value in model.graph.outputs]
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+            cache = ActivationCache(Path(folder), shutil.disk_usage(folder).free // 2)
+            errors, segment_errors = verify(*chains, samples, results, cache, _error_limit(options, scheme))
 
         progress.phase("plan memory")
         largest = random_samples(model, inputs_only, ("max",))[0]
-        trace = runtime.observe(segment, settings, largest)
+        trace = runtime.observe(parts, settings, largest, results)
         contract = build_contract(model, dims, trace.output_nbytes)
-        plan = _plan(board, runtime, segment, settings, largest, trace, model, contract, options.slots)
+        arena = memory.place(memory.activation_buffers(trace))
+        practical = memory.arena_in_practice(
+            arena.height,
+            trace.peak,
+            lambda size: runtime.runs_within(parts, settings, largest, size, trace),
+            budget_bytes(board),
+        )
+        slot = sum(spec.max_nbytes for spec in (*contract.inputs, *contract.outputs))
+        needs = memory.Footprint(footprint, practical - arena.height, slot)
+        residency, plan = memory.choose(board, arena, needs, options.slots, options.residency, bool(scheme.matmul_bits))
         check_plan(plan, budget_bytes(board))
 
         progress.phase("finish")
+        origin = digests.source()
         quantization = Quantization(scheme.name, lowered.quantized, lowered.left, source_bytes, weight_bytes)
-        verification = Verification(origin_of_samples, len(samples), errors)
+        verification = Verification(
+            origin_of_samples, len(samples), errors, segment_errors if len(segment_errors) > 1 else ()
+        )
+        _write_properties(writer, properties)
         sample = _write_sample(writer, samples[0])
         assets = _write_assets(writer, options.assets)
         writer.add("report.json", report_json(name, board.name, quantization, verification, plan))
@@ -146,7 +175,7 @@ def compile_model(
             runtime=board.runtime.name,
             source=origin,
             contract=contract,
-            segments=(_segment(model, settings),),
+            segments=tuple(_segment(writer.folder, part, settings, residency) for part in parts),
             plan=plan,
             quantization=quantization,
             verification=verification,
@@ -160,21 +189,126 @@ def compile_model(
     return manifest
 
 
+class _Both(Progress):
+    """Passes progress on, and tells the source's digests how far the work is."""
+
+    def __init__(self, progress: Progress, total: int, digests: Digests) -> None:
+        self._progress, self._total, self._digests = progress, max(total, 1), digests
+        self._done = 0
+
+    def advance(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._digests.reached(self._done / self._total)
+        self._progress.advance(nbytes)
+
+    def warn(self, text: str) -> None:
+        self._progress.warn(text)
+
+
+def _cut(model: ir.Model, source: Path, options: Options) -> list[Cut]:
+    """Segments small enough that the host can load one, and the board can lay one out, at a time."""
+    limit = segment_limit(options.host_memory)
+    if sum(tensor.nbytes for tensor in _initializers(model)) <= limit:
+        return segments(model, [len(model.graph)])
+    names = {value.name or "" for node in _source_form(source, options).graph for value in node.outputs}
+    sizes = static_sizes(_at_largest(source, options, NORMALIZE))
+    return segments(model, cut(positions(model, {n: b for n, b in sizes.items() if n in names}), limit))
+
+
+# What the compiler itself takes: Python, onnx, the runtime's library and its threads.
+BASE_BYTES = 400 * MIB
+
+
+def segment_limit(host_memory: int) -> int:
+    """Most weight bytes of a segment: it is held as mapped and, at worst, once more as the runtime lays it out."""
+    if host_memory < 2 * BASE_BYTES:
+        raise OptionError(
+            f"--host-memory {human(host_memory)} is too little", f"the compiler itself needs {human(2 * BASE_BYTES)}"
+        )
+    return (host_memory - BASE_BYTES) // 2
+
+
+def _source_form(source: Path, options: Options) -> ir.Model:
+    """The source model as exported, but for what cutting needs."""
+    model = load_model(source)
+    bind_shapes(model, options.shapes)
+    run_passes(model, SOURCE_FORM)
+    return model
+
+
+def _at_largest(source: Path, options: Options, passes: Sequence[Pass]) -> ir.Model:
+    """The model after `passes`, with every dimension fixed at its maximum, so that value sizes can be read off."""
+    model = load_model(source)
+    fixed = [(name, tuple(DimRange(d.max, d.max, d.max) for d in dims)) for name, dims in options.shapes]
+    bind_shapes(model, fixed)
+    run_passes(model, passes)
+    return model
+
+
+def _write_segments(
+    writer: BundleWriter, model: ir.Model, cuts: Sequence[Cut], runtime: Backend, progress: Progress
+) -> tuple[list[Part], list[WeightFootprint], int]:
+    """Write every segment; returns where they are, where their weights will be on the board, and weight bytes."""
+    parts: list[Part] = []
+    footprint: list[WeightFootprint] = []
+    with writer.weights(WEIGHTS) as sink:
+        if sink.resumed_bytes:
+            progress.warn(f"an interrupted compilation left {human(sink.resumed_bytes)} of weights, which are kept")
+        for index, part in enumerate(cuts):
+            path = f"segments/{index:02}.onnx"
+            segment = model if len(cuts) == 1 else extract(model, part)
+            footprint.append(runtime.weight_footprint(segment))
+            writer.add_graph(path, segment, sink, progress.advance)
+            parts.append(Part(writer.folder / path, part.inputs, part.outputs))
+        return parts, footprint, sink.tensor_bytes + writer.inline_bytes
+
+
+def _source_chain(source: Path, options: Options, runtime: Backend, parts: Sequence[Part]) -> list[Link]:
+    """The source model as links that the host can hold, making every value that crosses between `parts`.
+
+    A model that fits as a whole is the very file it came from, loaded as any user of the runtime would.
+    """
+    limit = segment_limit(options.host_memory)
+    if len(parts) == 1 and weight_nbytes(load_model(source)) <= limit:
+        return [Link("source", parts[0].inputs, parts[0].outputs, lambda: runtime.load(source, {}))]
+    form = _source_form(source, options)
+    crossing = {name for part in parts for name in part.outputs}
+    ends = cut(positions(form, static_sizes(_at_largest(source, options, SOURCE_FORM)), crossing), limit)
+    return [
+        Link(str(index), each.inputs, each.outputs, functools.partial(_load_source, runtime, form, each, source.parent))
+        for index, each in enumerate(segments(form, ends, crossing))
+    ]
+
+
+def _load_source(runtime: Backend, form: ir.Model, part: Cut, folder: Path) -> Model:
+    return runtime.load_mapped(extract(form, part), folder)
+
+
+def _compiled_chain(runtime: Backend, settings: dict[str, str], parts: Sequence[Part]) -> list[Link]:
+    return [
+        Link(part.path.stem, part.inputs, part.outputs, functools.partial(runtime.load, part.path, settings))
+        for part in parts
+    ]
+
+
+def _check_disk(out: Path, planned: int) -> None:
+    """Refuse before any work what the disk cannot hold; what an interrupted run left there counts as room."""
+    partial = out.with_name(out.name + ".partial")
+    left = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file())
+    free = shutil.disk_usage(partial).free + left
+    needed = planned + planned // 50 + MIB
+    if free < needed:
+        raise OptionError(
+            f"the bundle needs {human(needed)}; {out.absolute().parent} has {human(free)} free", "make room"
+        )
+
+
 def _model_name(text: str) -> str:
     """A file name as a model name: what stands in URLs and topics has a narrow alphabet."""
     name = "".join(c if (c.isalnum() and c.isascii()) or c in "._-" else "-" for c in text).lstrip("._-")[:100]
     if not NAME.fullmatch(name):
         raise OptionError(f"no model name can be made of {text!r}", "give one with --name")
     return name
-
-
-def _digests(model: ir.Model, source: Path, progress: Progress) -> Source:
-    """SHA-256 of the model file and of its external files, in the order of their names."""
-    files = external_files(model)
-    digest = hashlib.sha256()
-    for location in sorted(files):
-        digest.update(f"{location}\0{sha256_of(files[location], progress.advance)}\n".encode())
-    return Source(source.name, sha256_of(source), digest.hexdigest() if files else "")
 
 
 def _check_opset(model: ir.Model, board: Board) -> None:
@@ -227,14 +361,18 @@ def _initializers(model: ir.Model) -> Iterator[ir.TensorProtocol]:
     return (v.const_value for v in model.graph.initializers.values() if v.const_value is not None)
 
 
-def _strip_metadata(model: ir.Model, writer: BundleWriter) -> None:
-    """The model's own metadata (labels, alphabets) become an asset; documentation strings are dropped."""
-    if model.metadata_props:
-        text = json.dumps(dict(sorted(model.metadata_props.items())), ensure_ascii=False, indent=1)
-        writer.add("assets/metadata.json", text.encode())
+def _strip_metadata(model: ir.Model) -> None:
+    """Documentation strings and the exporter's name say nothing that the runtime needs."""
     model.metadata_props.clear()
     model.doc_string = ""
     model.producer_name, model.producer_version = "tightfit", ""
+
+
+def _write_properties(writer: BundleWriter, properties: dict[str, str]) -> None:
+    """The model's own metadata (labels, alphabets) become an asset."""
+    if properties:
+        text = json.dumps(dict(sorted(properties.items())), ensure_ascii=False, indent=1)
+        writer.add("assets/metadata.json", text.encode())
 
 
 def _error_limit(options: Options, scheme: Scheme) -> float | None:
@@ -242,35 +380,10 @@ def _error_limit(options: Options, scheme: Scheme) -> float | None:
     return options.max_error if options.max_error is not None else (None if quantizes else FLOAT_LIMIT)
 
 
-def _plan(
-    board: Board,
-    runtime: Backend,
-    segment: Path,
-    settings: dict[str, str],
-    largest: Sample,
-    trace: Trace,
-    model: ir.Model,
-    contract: Contract,
-    slots: int,
-) -> MemoryPlan:
-    arena = memory.place(memory.activation_buffers(trace))
-    practical = memory.arena_in_practice(
-        arena.height,
-        lambda size: runtime.runs_within(segment, settings, largest, size, trace),
-        budget_bytes(board),
-    )
-    footprint = memory.Footprint(
-        weights=runtime.weight_footprint(model),
-        workspace=practical - arena.height,
-        slot=sum(spec.max_nbytes for spec in (*contract.inputs, *contract.outputs)),
-    )
-    return memory.plan(board, arena, footprint, slots)
-
-
-def _segment(model: ir.Model, settings: dict[str, str]) -> Segment:
-    inputs = tuple(v.name or "" for v in model.graph.inputs)
-    outputs = tuple(v.name or "" for v in model.graph.outputs)
-    return Segment(SEGMENT, inputs, outputs, settings=settings)
+def _segment(folder: Path, part: Part, settings: dict[str, str], residency: Residency) -> Segment:
+    file = part.path.relative_to(folder).as_posix()
+    own = {**settings, "session.disable_prepacking": "1"} if residency is Residency.UNPACKED else settings
+    return Segment(file, part.inputs, part.outputs, own, residency)
 
 
 def _write_sample(writer: BundleWriter, sample: Sample) -> tuple[SampleTensor, ...]:

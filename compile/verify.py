@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from compile.activations import ActivationCache
 from compile.backends.base import Model
 from compile.calibrate import Sample
 from compile.errors import VerificationError
-from targets.bundle import OutputError
+from targets.bundle import OutputError, SegmentError
 
 # Without quantization only the order of float32 sums may differ.
 FLOAT_LIMIT = 1e-4
@@ -74,21 +76,103 @@ def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 6)
 
 
-def compare(source: Model, compiled: Model, samples: Sequence[Sample], limit: float | None) -> tuple[OutputError, ...]:
-    """Run every sample through both; raises VerificationError when an output's relative L2 exceeds `limit`."""
-    comparisons: dict[str, Comparison] = {}
-    for sample in samples:
-        reference, ours = source.run(sample), compiled.run(sample)
-        for name, value in reference.items():
-            if name not in ours:
-                raise VerificationError(f"output {name!r} is missing after compiling")
-            comparisons.setdefault(name, Comparison(name)).add(np.asarray(value), np.asarray(ours[name]))
-    results = tuple(comparison.result() for comparison in comparisons.values())
-    for result in results:
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """One piece of a model that runs as a chain: what it takes and gives, and how it is loaded when its turn comes."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    load: Callable[[], Model]
+
+
+def verify(
+    source: Sequence[Link],
+    compiled: Sequence[Link],
+    samples: Sequence[Sample],
+    results: Sequence[str],
+    cache: ActivationCache,
+    limit: float | None,
+) -> tuple[tuple[OutputError, ...], tuple[SegmentError, ...]]:
+    """Run every sample through both models, link by link; one link is in memory at a time.
+
+    The source may be cut finer than the compiled model, as long as it makes every value that crosses between compiled
+    segments. Returns the end-to-end error of every output in `results`, and for each segment its own error (run on
+    what the source model makes in front of it) beside the accumulated one (run on what the compiled segments make).
+    Raises VerificationError when an output's relative L2 exceeds `limit`.
+    """
+    for index, sample in enumerate(samples):
+        for name, array in sample.items():
+            cache.put(_SOURCE, name, index, np.asarray(array))
+            cache.put(_COMPILED, name, index, np.asarray(array))
+    _run_source(source, {n for link in compiled for n in (*link.inputs, *link.outputs)}, len(samples), cache)
+    ends: dict[str, Comparison] = {}
+    errors: list[SegmentError] = []
+    last = _last_readers(compiled)
+    for at, link in enumerate(compiled):
+        errors.append(_verify_link(link, len(samples), at == 0, results, cache, ends))
+        done = {name for name in (*link.inputs, *link.outputs) if last.get(name, -1) <= at}
+        _drop(cache, (_SOURCE, _COMPILED), done, len(samples))
+    outputs = tuple(ends[name].result() for name in results)
+    for result in outputs:
         if limit is not None and result.relative_l2 > limit:
             raise VerificationError(
                 f"output {result.output!r} differs from the source model: relative L2 {result.relative_l2:.3g}, "
                 f"limit {limit:.3g}",
                 "use a finer scheme (int8-weights, fp32), or raise the limit with --max-error",
             )
-    return results
+    return outputs, tuple(errors)
+
+
+_SOURCE, _COMPILED = "source", "compiled"
+
+
+def _last_readers(chain: Sequence[Link]) -> dict[str, int]:
+    return {name: at for at, link in enumerate(chain) for name in link.inputs}
+
+
+def _drop(cache: ActivationCache, models: Iterable[str], names: Iterable[str], samples: int) -> None:
+    for model, name, index in itertools.product(models, names, range(samples)):
+        cache.drop(model, name, index)
+
+
+def _run_source(chain: Sequence[Link], wanted: Collection[str], samples: int, cache: ActivationCache) -> None:
+    """Every sample through one link before the next is loaded, so that its weights are read once."""
+    last = _last_readers(chain)
+    for at, link in enumerate(chain):
+        model = link.load()
+        for index in range(samples):
+            made = model.run({name: cache.get(_SOURCE, name, index) for name in link.inputs})
+            for name in link.outputs:
+                cache.put(_SOURCE, name, index, _output(made, name))
+        done = {n for n in (*link.inputs, *link.outputs) if last.get(n, -1) <= at and n not in wanted}
+        _drop(cache, (_SOURCE,), done, samples)
+
+
+def _verify_link(
+    link: Link, samples: int, first: bool, results: Sequence[str], cache: ActivationCache, ends: dict[str, Comparison]
+) -> SegmentError:
+    model = link.load()
+    isolated = {name: Comparison(name) for name in link.outputs}
+    accumulated = {name: Comparison(name) for name in link.outputs}
+    for index in range(samples):
+        own = model.run({name: cache.get(_SOURCE, name, index) for name in link.inputs})
+        # In front of the first segment both models see the same.
+        chained = own if first else model.run({name: cache.get(_COMPILED, name, index) for name in link.inputs})
+        for name in link.outputs:
+            reference = cache.get(_SOURCE, name, index)
+            isolated[name].add(reference, _output(own, name))
+            accumulated[name].add(reference, _output(chained, name))
+            cache.put(_COMPILED, name, index, _output(chained, name))
+    ends.update({name: comparison for name, comparison in accumulated.items() if name in results})
+    return SegmentError(
+        link.name,
+        max((c.result().relative_l2 for c in isolated.values()), default=0.0),
+        max((c.result().relative_l2 for c in accumulated.values()), default=0.0),
+    )
+
+
+def _output(made: dict[str, npt.NDArray[Any]], name: str) -> npt.NDArray[Any]:
+    if name not in made:
+        raise VerificationError(f"output {name!r} is missing after compiling")
+    return np.asarray(made[name])

@@ -1,36 +1,49 @@
 """Write a bundle: tensors streamed and page-aligned, files hashed while written, the folder renamed at the end.
 
+What a killed compilation has written stays in OUT.partial, and the next run goes on from there.
+
 Equal input, options and versions give equal bytes: order follows the graph, nothing carries a time or a path.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from compile.backends.ort_lowering import STORAGE
 from compile.errors import OptionError
 from compile.graph import dims_of, ir
+from compile.journal import Journal, Record, verified_prefix
 from targets.bundle import MANIFEST, FileEntry, Manifest, dumps
 
 PAGE = 4096
 # Tensors below this stay in the graph file: the runtime looks at shapes and scalars while it loads.
 INLINE_BYTES = 1024
+PIECE_BYTES = 8 << 20
 
 
 class BundleWriter:
-    """A bundle under construction in `OUT.partial`; `commit` renames it, leaving the `with` block removes it."""
+    """A bundle under construction in `OUT.partial`; `commit` renames it, an error removes it, a kill leaves it.
 
-    def __init__(self, out: Path, overwrite: bool = False) -> None:
+    `head` is everything that the bundle's bytes depend on: what an interrupted run with an equal one wrote is kept.
+    """
+
+    def __init__(self, out: Path, head: dict[str, Any], overwrite: bool = False) -> None:
         self.out = out
         self.folder = out.with_name(out.name + ".partial")
         self.overwrite = overwrite
+        self._journal = Journal(self.folder, head)
+        self._lock = -1
+        self.inline_bytes = 0
         self._files: dict[str, FileEntry] = {}
 
     def __enter__(self) -> BundleWriter:
@@ -39,16 +52,32 @@ class BundleWriter:
         if self.out.exists() and not (self.out / MANIFEST).is_file():
             raise OptionError(f"{self.out} exists and is not a bundle", "choose another name")
         try:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder, os.O_RDONLY)
+            self._take_lock()
+            if not self._journal.resumable():
+                _clear(self.folder)
         except OSError as error:
             raise OptionError(f"cannot write {self.out}: {error.strerror}", "choose a folder you can write") from None
         return self
 
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            self._lock = -1
+            raise OptionError(
+                f"another compilation is writing {self.out}", "wait for it, or choose another name"
+            ) from None
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # A person who interrupts may want to go on; after an error nothing half-written is left.
+        if kind is not KeyboardInterrupt:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
@@ -61,36 +90,40 @@ class BundleWriter:
         target.write_bytes(data)
         self._files[path] = FileEntry(path, len(data), hashlib.sha256(data).hexdigest())
 
-    def add_graph(self, path: str, weights: str, model: ir.Model, progress: Callable[[int], None]) -> None:
-        """Write a graph and, beside it, its weights as external data; `progress` hears the bytes of each tensor.
+    @contextlib.contextmanager
+    def weights(self, path: str) -> Iterator[TensorSink]:
+        """The weight file of all graphs, which `add_graph` fills.
 
-        The weights stand in the graph's own folder because onnxruntime refuses external data outside it.
+        It stands in the graphs' own folder because onnxruntime refuses external data outside it.
         """
-        sink = _TensorSink(self.folder / Path(path).parent / weights)
-        originals = {value: value.const_value for value in model.graph.initializers.values()}
-        try:
-            for value, tensor in originals.items():
-                if tensor is None:
-                    continue
-                if tensor.dtype == ir.DataType.STRING:
-                    continue  # ONNX keeps strings in the graph file
-                if tensor.nbytes < INLINE_BYTES:
-                    value.const_value = ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=value.name)
-                else:
-                    value.const_value = sink.put(tensor, value.name or "", weights)
-                progress(tensor.nbytes)
-        finally:
-            sink.close()
+        with TensorSink(self.folder / path, self._journal) as sink:
+            yield sink
         if sink.nbytes:
-            relative = str(Path(path).parent / weights)
-            self._files[relative] = FileEntry(relative, sink.nbytes, sink.sha256)
+            self._files[path] = FileEntry(path, sink.nbytes, sink.sha256)
         else:
             sink.path.unlink()
+
+    def add_graph(self, path: str, model: ir.Model, sink: TensorSink, progress: Callable[[int], None]) -> None:
+        """Write a graph whose weights go into `sink`; `progress` hears the bytes of each tensor.
+
+        The graph's tensors are looked at one at a time. Afterwards its initializers point into the file.
+        """
+        for value in model.graph.initializers.values():
+            tensor = value.const_value
+            if tensor is None or tensor.dtype == ir.DataType.STRING:
+                continue
+            if tensor.nbytes < INLINE_BYTES:
+                value.const_value = ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=value.name)
+                self.inline_bytes += tensor.nbytes
+            else:
+                value.const_value = sink.put(tensor, value.name or "")
+            progress(tensor.nbytes)
         self.add(path, ir.to_proto(model).SerializeToString(deterministic=True))
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, make everything durable, and let the bundle appear under its name at once."""
         (self.folder / MANIFEST).write_bytes(dumps(manifest))
+        self._journal.remove()
         for path in sorted(p for p in self.folder.rglob("*") if p.is_file()):
             _fsync(path)
         if self.out.exists():
@@ -108,6 +141,15 @@ class BundleWriter:
         _fsync(self.out.parent)
 
 
+def _clear(folder: Path) -> None:
+    """Empty a folder that an interrupted run with other options left."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
 def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -116,47 +158,66 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-class _TensorSink:
-    """An external-data file that grows tensor by tensor, hashed on the way; equal storage is written once."""
+class TensorSink:
+    """An external-data file that grows tensor by tensor, hashed on the way; equal storage is written once.
 
-    def __init__(self, path: Path) -> None:
+    Every tensor is noted in the journal once it is written, and tensors noted by an interrupted run are kept.
+    """
+
+    def __init__(self, path: Path, journal: Journal) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.nbytes = 0
-        self._file = path.open("wb", buffering=0)
-        self._digest = hashlib.sha256()
-        self._placed: dict[object, tuple[int, int]] = {}
+        self.tensor_bytes = 0
+        self._journal = journal
+        kept, self.nbytes, self._digest = verified_prefix(path, journal.records())
+        self.resumed_bytes = self.nbytes
+        self._placed = {record.key: record for record in kept}
+        self._counted: set[str] = set()
+        self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
+        self._file.truncate(self.nbytes)
+        self._file.seek(self.nbytes)
+        journal.restart(kept)
+
+    def __enter__(self) -> TensorSink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._journal.close()
 
     @property
     def sha256(self) -> str:
         return self._digest.hexdigest()
 
-    def put(self, tensor: ir.TensorProtocol, name: str, location: str) -> ir.ExternalTensor:
-        key = _storage_key(tensor)
+    def put(self, tensor: ir.TensorProtocol, name: str) -> ir.ExternalTensor:
+        """Write the tensor unless its bytes are there; returns a reference to them."""
+        key = _storage_key(tensor, name)
         if key not in self._placed:
-            self._write(b"\0" * (-self.nbytes % PAGE))
-            start = self.nbytes
-            self._write_tensor(tensor)
-            self._placed[key] = (start, self.nbytes - start)
-        offset, length = self._placed[key]
+            self._placed[key] = self._append(tensor, key)
+        record = self._placed[key]
+        if key not in self._counted:
+            self._counted.add(key)
+            self.tensor_bytes += record.nbytes
         return ir.ExternalTensor(
-            location,
-            offset,
-            length,
+            self.path.name,
+            record.offset,
+            record.nbytes,
             tensor.dtype,
             shape=ir.Shape(dims_of(tensor)),
             name=name,
             base_dir=self.path.parent,
         )
 
-    def _write_tensor(self, tensor: ir.TensorProtocol) -> None:
-        if isinstance(tensor, ir.ExternalTensor) and tensor.dtype.itemsize >= 1:
-            # Straight from the mapped source, a piece at a time, so that no tensor is ever whole in memory.
-            view = memoryview(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data)
-            for start in range(0, len(view), 8 << 20):
-                self._write(view[start : start + (8 << 20)])
-        else:
-            self._write(tensor.tobytes())
+    def _append(self, tensor: ir.TensorProtocol, key: str) -> Record:
+        self._write(b"\0" * (-self.nbytes % PAGE))
+        start = self.nbytes
+        digest = hashlib.sha256()
+        for piece in _pieces(tensor):
+            self._write(piece)
+            digest.update(piece)
+        record = Record(key, start, self.nbytes - start, digest.hexdigest())
+        self._journal.add(record, self._file.fileno())
+        return record
 
     def _write(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
@@ -166,15 +227,22 @@ class _TensorSink:
             self.nbytes += written
             view = view[written:]
 
-    def close(self) -> None:
-        self._file.close()
+
+def _pieces(tensor: ir.TensorProtocol) -> Iterator[bytes | memoryview]:
+    """The tensor's bytes; of a mapped one a piece at a time, so that it is never whole in memory."""
+    if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype.itemsize < 1:
+        yield tensor.tobytes()
+        return
+    view = memoryview(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data)
+    for start in range(0, len(view), PIECE_BYTES):
+        yield view[start : start + PIECE_BYTES]
 
 
-def _storage_key(tensor: ir.TensorProtocol) -> object:
+def _storage_key(tensor: ir.TensorProtocol, name: str) -> str:
     """Equal keys mean equal bytes: one lowered weight seen twice, or one range of a source file."""
     shared = getattr(tensor, "metadata_props", {}).get(STORAGE)
     if shared:
-        return shared
+        return f"lowered:{shared}"
     if isinstance(tensor, ir.ExternalTensor):
-        return str(tensor.path), tensor.offset, tensor.length
-    return id(tensor)
+        return f"source:{tensor.location}:{tensor.offset}:{tensor.length}"
+    return f"value:{name}"

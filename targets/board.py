@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import sys
@@ -150,6 +151,11 @@ def _hint(message: str) -> str:
     if value:
         return did_you_mean(value[1], (dtype.value for dtype in DType))
     return "see targets/boards for examples"
+
+
+def board_digest(board: Board) -> str:
+    """SHA-256 over everything the description says."""
+    return hashlib.sha256(msgspec.json.encode(board, order="sorted")).hexdigest()
 
 
 def board_names() -> list[str]:

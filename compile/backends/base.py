@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -35,7 +35,7 @@ class Lowered:
 class Step:
     """One kernel as it ran: tensors it read and wrote, bytes of each output, bytes the allocator gave it.
 
-    `scope` is empty for the main graph, else names the enclosing control-flow node's subgraph.
+    `in_subgraph`: it belongs to the body of a control-flow node, which ends after it.
     """
 
     name: str
@@ -49,11 +49,25 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """One observed run: its kernels in order, and bytes of each graph output."""
+    """One observed run: its kernels in order, and bytes of each graph output.
+
+    `weights_in_arena` is what the arena counts before a kernel asks for anything; `peak` the most that was in use
+    besides (0 where the runtime does not report it).
+    """
 
     steps: tuple[Step, ...]
     output_nbytes: dict[str, int]
     weights_in_arena: int
+    peak: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One segment on disk: its graph file, and what it takes and gives."""
+
+    path: Path
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +101,18 @@ class Backend(Protocol):
     def load(self, path: Path, settings: Mapping[str, str]) -> Model:
         """Load a model file; raises VerificationError with the runtime's reason."""
 
-    def observe(self, path: Path, settings: Mapping[str, str], inputs: Tensors) -> Trace:
-        """Run once in a process of its own and say what each kernel allocated."""
+    def load_mapped(self, model: ir.Model, folder: Path) -> Model:
+        """Load a graph in memory whose weights are files in `folder`; they are mapped and never copied."""
 
-    def runs_within(self, path: Path, settings: Mapping[str, str], inputs: Tensors, arena: int, trace: Trace) -> bool:
-        """Whether one run in a process of its own ends inside an arena of that many bytes."""
+    def observe(
+        self, parts: Sequence[Part], settings: Mapping[str, str], inputs: Tensors, results: Sequence[str]
+    ) -> Trace:
+        """Run all segments once, one after the other, in a process of its own; say what each kernel allocated."""
+
+    def runs_within(
+        self, parts: Sequence[Part], settings: Mapping[str, str], inputs: Tensors, arena: int, trace: Trace
+    ) -> bool:
+        """Whether such a run ends inside an arena of that many bytes."""
 
     def weight_footprint(self, model: ir.Model) -> WeightFootprint:
         """Where the runtime will keep the weights of a lowered graph once it has loaded it."""

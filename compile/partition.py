@@ -1,0 +1,166 @@
+"""Where a graph may be cut into segments, and where it is cut so that none has more than a given weight.
+
+Any prefix of a topological order is a legal segment: what crosses a cut is every value made before it and read
+behind it. `cut` is pure: it sees bytes, not graphs. The order is the model's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from compile.graph import constant, ir
+
+# A segment ends, if it can, where least crosses the cut, among the positions that leave it at least this full.
+WORTHWHILE_FILL = 0.6
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """A node as partitioning sees it: distinct weights by name, and what crosses a cut behind it.
+
+    `crossing` is in bytes, None where no cut may be: a value's size is not known, or it is not part of the source.
+    """
+
+    weights: tuple[tuple[str, int], ...]
+    crossing: int | None
+
+
+def cut(positions: Sequence[Position], limit: int) -> list[int]:
+    """Ends (exclusive) of segments whose distinct weights fill at most `limit` bytes.
+
+    Greedy over the order; each segment ends where the fewest bytes cross among its well-filled positions, the
+    latest of equals. A segment exceeds the limit only where no legal cut lies between its nodes.
+    """
+    ends: list[int] = []
+    start = 0
+    while start < len(positions):
+        start = _next_end(positions, start, limit)
+        ends.append(start)
+    return ends
+
+
+def _next_end(positions: Sequence[Position], start: int, limit: int) -> int:
+    held: dict[str, int] = {}
+    filled = 0
+    candidates: list[tuple[int, int, int]] = []
+    for at in range(start, len(positions)):
+        for name, nbytes in positions[at].weights:
+            if name not in held:
+                held[name] = nbytes
+                filled += nbytes
+        if filled > limit and candidates:
+            break
+        crossing = positions[at].crossing
+        if crossing is not None:
+            candidates.append((at + 1, filled, crossing))
+    else:
+        if filled <= limit or not candidates:
+            return len(positions)
+    enough = [c for c in candidates if c[1] >= WORTHWHILE_FILL * limit] or candidates[-1:]
+    return min(enough, key=lambda c: (c[2], -c[0]))[0]
+
+
+def positions(model: ir.Model, sizes: Mapping[str, int], forced: Collection[str] = ()) -> list[Position]:
+    """Positions of a model's nodes. `sizes` gives bytes of every value that may cross a cut, by name.
+
+    Values in `forced` leave their segment in any case, so they count at no cut.
+    """
+    nodes = list(model.graph)
+    last = _last_readers(nodes)
+    live: dict[ir.Value, int | None] = {}
+    result: list[Position] = []
+    for at, node in enumerate(nodes):
+        for value in node.outputs:
+            if last.get(value, -1) > at:
+                live[value] = 0 if value.name in forced else sizes.get(value.name or "")
+        for value in [v for v in live if last[v] <= at]:
+            del live[value]
+        weights = tuple(
+            (value.name or "", tensor.nbytes)
+            for value in reads(node)
+            for tensor in (constant(value),)
+            if tensor is not None
+        )
+        known = [nbytes for nbytes in live.values() if nbytes is not None]
+        result.append(Position(weights, sum(known) if len(known) == len(live) else None))
+    return result
+
+
+def _last_readers(nodes: Sequence[ir.Node]) -> dict[ir.Value, int]:
+    return {value: at for at, node in enumerate(nodes) for value in reads(node)}
+
+
+def reads(node: ir.Node) -> list[ir.Value]:
+    """Every value that a node reads, what its subgraphs capture included."""
+    values = [value for value in node.inputs if value is not None]
+    for attribute in node.attributes.values():
+        graphs = (
+            [attribute.as_graph()]
+            if attribute.type == ir.AttributeType.GRAPH
+            else list(attribute.as_graphs())
+            if attribute.type == ir.AttributeType.GRAPHS
+            else []
+        )
+        for graph in graphs:
+            inside = {value for inner in ir.traversal.RecursiveGraphIterator(graph) for value in inner.outputs}
+            inside.update(graph.inputs)
+            captured = [v for inner in graph for v in reads(inner)] + list(graph.outputs)
+            values.extend(v for v in captured if v not in inside and v.graph is not graph)
+    return values
+
+
+def static_sizes(model: ir.Model) -> dict[str, int]:
+    """Bytes of every value whose shape is known; the model's inputs must have their largest sizes."""
+    sizes: dict[str, int] = {}
+    for node in model.graph:
+        for value in node.outputs:
+            if value.shape is None or value.dtype is None or value.dtype == ir.DataType.STRING:
+                continue
+            dims = [dim for dim in value.shape if isinstance(dim, int)]
+            if len(dims) == len(value.shape):
+                sizes[value.name or ""] = math.prod(dims) * value.dtype.bitwidth // 8
+    return sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """One segment's place: node range [start, end) and the names of what it takes and gives."""
+
+    start: int
+    end: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def segments(model: ir.Model, ends: Sequence[int], wanted: Collection[str] = ()) -> list[Cut]:
+    """Inputs and outputs of every segment, in the order in which the graph makes them; `wanted` are outputs too."""
+    nodes = list(model.graph)
+    last = _last_readers(nodes)
+    results = set(model.graph.outputs)
+    made_at = {value: at for at, node in enumerate(nodes) for value in node.outputs}
+    cuts: list[Cut] = []
+    start = 0
+    for end in ends:
+        inputs: dict[str, None] = {}
+        outputs: dict[str, None] = {}
+        for node in nodes[start:end]:
+            for value in reads(node):
+                comes_from = made_at.get(value)
+                outside = value in model.graph.inputs if comes_from is None else comes_from < start
+                if outside and value.name:
+                    inputs[value.name] = None
+            for value in node.outputs:
+                if value.name and (value in results or value.name in wanted or last.get(value, -1) >= end):
+                    outputs[value.name] = None
+        cuts.append(Cut(start, end, tuple(inputs), tuple(outputs)))
+        start = end
+    return cuts
+
+
+def extract(model: ir.Model, part: Cut) -> ir.Model:
+    """The segment as a model of its own, sharing the weights' tensors with the whole."""
+    graph = ir.convenience.extract(model.graph, inputs=list(part.inputs), outputs=list(part.outputs))
+    graph.opset_imports.update(model.graph.opset_imports)
+    return ir.Model(graph, ir_version=model.ir_version)
