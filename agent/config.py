@@ -30,7 +30,8 @@ MAX_CONFIG_BYTES = 1 << 20
 class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where to listen and what one client may use.
 
-    `body_bytes` caps what the bundle's contract already implies; it holds before and after decompression.
+    `body_bytes` caps what the bundle's contract already implies; it holds before and after decompression. `send_s` is
+    how long a large answer may take to leave: it goes out of its slot, which it holds meanwhile.
     """
 
     host: str = "127.0.0.1"
@@ -42,6 +43,7 @@ class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     connections: Positive = 512
     keepalive_s: Seconds = 75.0
     body_s: Seconds = 30.0
+    send_s: Seconds = 30.0
 
 
 class Requests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -19,6 +19,7 @@ class Reason(str, enum.Enum):
     SLOW_BODY = "slow_body"
     NOT_JSON = "not_json"
     DISCONNECTED = "disconnected"
+    SLOW_READER = "slow_reader"
     QUEUE_FULL = "queue_full"
     DEADLINE = "deadline"
     DRAINING = "draining"
@@ -47,6 +48,7 @@ TABLE: dict[Reason, Answer] = {
     Reason.UNSUPPORTED_ENCODING: Answer(415),
     # Nobody is there to read it; the number (nginx's) only stands in logs.
     Reason.DISCONNECTED: Answer(499),
+    Reason.SLOW_READER: Answer(499),
     Reason.ENGINE_ERROR: Answer(500),
     Reason.OUTPUT_TOO_LARGE: Answer(500),
     Reason.FAULT: Answer(500),

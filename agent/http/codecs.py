@@ -277,12 +277,26 @@ def _timeout(parameters: Parameters) -> float | None:
 def encode_infer(name: str, version: str, id: str | None, outputs: Sequence[OutputTensor]) -> tuple[bytes, int | None]:  # noqa: A002
     """(body, length of its JSON part); the length is None when all of it is JSON.
 
-    The data is copied, so the slot may be released afterwards. Raises RefusedError(NOT_JSON) where an output cannot
+    The data is copied, so the slot may be released afterwards. Raises RefusedError(NOT_JSON) as `encode_parts` does.
+    """
+    text, raw = encode_parts(name, version, id, outputs)
+    return (b"".join((text, *raw)), len(text)) if raw else (text, None)
+
+
+def encode_parts(
+    name: str,
+    version: str,
+    id: str | None,  # noqa: A002 - the protocol's word
+    outputs: Sequence[OutputTensor],
+) -> tuple[bytes, list[memoryview]]:
+    """(JSON part, views of the binary tensors behind it, in order); the views are of the slot itself.
+
+    Raises RefusedError(NOT_JSON) where an output cannot
     be said in JSON: NaN and infinity have no JSON form (null would be a silent change), BYTES must be UTF-8, and the
     protocol has no JSON form of FP16. The client succeeds by asking for binary data.
     """
     tensors: list[dict[str, Any]] = []
-    raw: list[Any] = []
+    raw: list[memoryview] = []
     for output in outputs:
         tensor: dict[str, Any] = {
             "name": output.spec.name,
@@ -298,5 +312,4 @@ def encode_infer(name: str, version: str, id: str | None, outputs: Sequence[Outp
     head: dict[str, Any] = {"model_name": name, "model_version": version}
     if id is not None:
         head["id"] = id
-    text = msgspec.json.encode({**head, "outputs": tensors})
-    return (b"".join((text, *raw)), len(text)) if raw else (text, None)
+    return msgspec.json.encode({**head, "outputs": tensors}), raw

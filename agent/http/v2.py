@@ -27,6 +27,7 @@ from agent.http.codecs import (
     OutputTensor,
     decode_infer,
     encode_infer,
+    encode_parts,
     largest_body,
 )
 from agent.request import Result
@@ -45,6 +46,9 @@ _OFF_LOOP_RAW_BYTES = 4 << 20
 # Parsing is Python work under one interpreter lock: more threads would only take turns.
 _THREADS = 2
 _MAX_ERROR_CHARACTERS = 2000
+# An answer of raw tensors past this is sent straight out of its slot, in pieces, and never stands in memory twice.
+_STREAMED_BYTES = 256 << 10
+_PIECE_BYTES = 128 << 10
 # Instead of aiohttp's, which tells the versions of Python and of itself.
 _SERVER = {"Server": "tightfit-agent"}
 
@@ -59,6 +63,7 @@ class V2:
         self._log = log.get("http")
         self._body_bytes = min(config.http.body_bytes, largest_body(self._model.contract))
         self._body_s = config.http.body_s
+        self._send_s = config.http.send_s
         self._has_strings = any(spec.dtype is DType.STRING for spec in self._model.contract.inputs)
         self._threads = ThreadPoolExecutor(_THREADS, "codec")
 
@@ -114,7 +119,7 @@ class V2:
 
     # --- infer
 
-    async def infer(self, request: web.Request) -> web.Response:
+    async def infer(self, request: web.Request) -> web.StreamResponse:
         """One request from its head to its answer; whatever happens, its call is settled exactly once."""
         call = self._gateway.open()
         reason, message = Reason.OK, ""
@@ -123,6 +128,9 @@ class V2:
         except asyncio.CancelledError:
             reason = Reason.DISCONNECTED
             raise
+        except _CutOffError as error:
+            reason, message = error.reason, str(error)
+            return error.response
         except RefusedError as error:
             reason, message = error.reason, str(error)
         except TightfitError as error:
@@ -136,7 +144,7 @@ class V2:
             self._gateway.settle(call, reason, message)
         return _refusal(reason, message, unread=not request.content.is_eof())
 
-    async def _infer(self, call: Call, request: web.Request) -> web.Response:
+    async def _infer(self, call: Call, request: web.Request) -> web.StreamResponse:
         self._check_model(request)
         check_length(request, self._body_bytes)
         slot = await self._gateway.admit(call)
@@ -153,8 +161,9 @@ class V2:
         size = sum(output.nbytes for output in result.outputs)
         accept = request.headers.get("Accept-Encoding")
         raw = all(w.binary for w in decoded.wishes) and choose_encoding(accept, True, size) is None
-        quick = size < (_OFF_LOOP_RAW_BYTES if raw else _OFF_LOOP_BYTES)
-        return await self._in_turn(quick, self._encode, decoded, result, slot, accept)
+        if raw and size >= _STREAMED_BYTES:
+            return await self._stream(request, decoded, result, slot)
+        return await self._in_turn(size < _OFF_LOOP_BYTES, self._encode, decoded, result, slot, accept)
 
     def _quick(self, nbytes: int, header_length: str | None) -> bool:
         """Whether a body takes no time to decode: little JSON, and not too much to copy."""
@@ -173,15 +182,7 @@ class V2:
 
     def _encode(self, decoded: InferRequest, result: Result, slot: int, accept: str | None) -> web.Response:
         """Copy the outputs out of the slot, in the form each was asked for."""
-        tensors = [
-            OutputTensor(
-                self._model.contract.outputs[output.index],
-                output.shape,
-                self._gateway.slab.output(slot, output.index)[: output.nbytes],
-                wish.binary,
-            )
-            for output, wish in zip(result.outputs, decoded.wishes, strict=True)
-        ]
+        tensors = self._tensors(decoded, result, slot)
         body, json_length = encode_infer(self._model.name, self._model.version, decoded.id, tensors)
         kind = "application/json" if json_length is None else "application/octet-stream"
         headers = {"Content-Type": kind, **_SERVER}
@@ -192,6 +193,39 @@ class V2:
             body = compress(body, encoding)
             headers["Content-Encoding"] = encoding
         return web.Response(body=body, headers=headers)
+
+    def _tensors(self, decoded: InferRequest, result: Result, slot: int) -> list[OutputTensor]:
+        """The wanted outputs, as they stand in the slot."""
+        return [
+            OutputTensor(
+                self._model.contract.outputs[output.index],
+                output.shape,
+                self._gateway.slab.output(slot, output.index)[: output.nbytes],
+                wish.binary,
+            )
+            for output, wish in zip(result.outputs, decoded.wishes, strict=True)
+        ]
+
+    async def _stream(
+        self, request: web.Request, decoded: InferRequest, result: Result, slot: int
+    ) -> web.StreamResponse:
+        """Send raw outputs out of the slot. Raises _CutOffError when the client does not take them in time."""
+        tensors = self._tensors(decoded, result, slot)
+        head, raw = encode_parts(self._model.name, self._model.version, decoded.id, tensors)
+        response = web.StreamResponse(
+            headers={"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(head)), **_SERVER}
+        )
+        response.content_length = len(head) + sum(view.nbytes for view in raw)
+        await response.prepare(request)
+        try:
+            await asyncio.wait_for(_send(response, head, raw), self._send_s)
+        except (TimeoutError, asyncio.TimeoutError):
+            if request.transport is not None:
+                request.transport.abort()
+            raise _CutOffError(
+                Reason.SLOW_READER, f"the answer was not taken within {self._send_s:g} s", response
+            ) from None
+        return response
 
     # --- small parts
 
@@ -234,6 +268,24 @@ class V2:
             # A thread cannot be stopped, and the slot must not be released while one works in it.
             await asyncio.wait([future])
             raise
+
+
+class _CutOffError(RefusedError):
+    """The answer had begun when it failed: the connection is closed, and nothing more can be said on it."""
+
+    def __init__(self, reason: Reason, message: str, response: web.StreamResponse) -> None:
+        super().__init__(reason, message)
+        self.response = response
+
+
+async def _send(response: web.StreamResponse, head: bytes, raw: list[memoryview]) -> None:
+    """Write all of it, waiting for the client. Pieces are copied: the transport may keep the last of them until after
+    the slot is another request's."""
+    await response.write(head)
+    for view in raw:
+        for start in range(0, view.nbytes, _PIECE_BYTES):
+            await response.write(bytes(view[start : start + _PIECE_BYTES]))
+    await response.write_eof()
 
 
 @web.middleware
