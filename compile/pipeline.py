@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from compile import memory
 from compile.activations import ActivationCache
-from compile.backends.base import Backend, Model, Part, WeightFootprint, backend
+from compile.backends.base import Backend, Lowered, Model, Part, WeightFootprint, backend
 from compile.calibrate import Sample, corners, random_samples, read_samples
 from compile.errors import ModelError, OptionError
 from compile.graph import ir, load_model, nodes_of, weight_nbytes
@@ -31,8 +32,19 @@ from compile.source import Digests, SourceStamp
 from compile.verify import FLOAT_LIMIT, Link, verify
 from compile.writer import BundleWriter
 from targets.board import MIB, Board, board_digest
-from targets.budget import budget_bytes, check_plan
-from targets.bundle import NAME, SCHEMA, Manifest, Quantization, Residency, SampleTensor, Segment, Verification
+from targets.budget import MemoryPlan, budget_bytes, check_plan
+from targets.bundle import (
+    NAME,
+    SCHEMA,
+    Manifest,
+    OutputError,
+    Quantization,
+    Residency,
+    SampleTensor,
+    Segment,
+    SegmentError,
+    Verification,
+)
 from targets.errors import BudgetError
 from targets.tensor import Contract, DimRange, human
 
@@ -105,77 +117,35 @@ def compile_model(
     progress = progress or Progress()
     runtime = backend(board.runtime.name)
     scheme = choose_scheme(options.scheme, board)
-    name = _model_name(options.name or source.stem)
-
-    progress.phase("read")
-    model = load_model(source)
-    _check_opset(model, board)
-    stamp = SourceStamp.of(source, model)
-    source_bytes = weight_nbytes(model)
-
-    progress.phase("transform")
-    dims = bind_shapes(model, options.shapes)
-    run_passes(model, NORMALIZE)
-    inputs_only = _inputs_contract(model, dims)
-    _check_sizes(model, inputs_only, board)
-    samples, origin_of_samples = _samples(model, inputs_only, options, progress)
-    lowered = runtime.lower(model, scheme)
-    run_passes(model, (RemoveDeadCode(), FixNames(), SortNodes()))
-    cuts = _cut(model, source, options)
-    settings = runtime.session_settings(scheme)
-    properties = dict(model.metadata_props)
-    _strip_metadata(model)
-
-    head = {"source": stamp.described(), "board": board_digest(board), "options": options.recorded(), **_tools(runtime)}
-    with BundleWriter(out, head, options.overwrite) as writer, stamp.hashing() as digests:
-        planned = sum(tensor.nbytes for tensor in _initializers(model))
-        _check_disk(out, planned)
-        progress.phase("quantize and write", planned)
-        parts, footprint, weight_bytes = _write_segments(
-            writer, model, cuts, runtime, _Both(progress, planned, digests)
-        )
+    work = _transform(source, board, options, runtime, scheme, progress)
+    with BundleWriter(out, work.head, options.overwrite) as writer, work.stamp.hashing() as digests:
+        parts, weights, weight_bytes = _write_segments(writer, work, runtime, digests, progress)
 
         progress.phase("verify")
-        chains = _source_chain(source, options, runtime, parts), _compiled_chain(runtime, settings, parts)
-        results = [value.name or "" for value in model.graph.outputs]
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
-            cache = ActivationCache(Path(folder), shutil.disk_usage(folder).free // 2)
-            errors, segment_errors = verify(*chains, samples, results, cache, _error_limit(options, scheme))
+        errors, segment_errors = _verify(source, out, options, runtime, work, parts)
 
         progress.phase("plan memory")
-        largest = random_samples(model, inputs_only, ("max",))[0]
-        trace = runtime.observe(parts, settings, largest, results)
-        contract = build_contract(model, dims, trace.output_nbytes)
-        arena = memory.place(memory.activation_buffers(trace))
-        practical = memory.arena_in_practice(
-            arena.height,
-            trace.peak,
-            lambda size: runtime.runs_within(parts, settings, largest, size, trace),
-            budget_bytes(board),
-        )
-        slot = sum(spec.max_nbytes for spec in (*contract.inputs, *contract.outputs))
-        needs = memory.Footprint(footprint, practical - arena.height, slot)
-        residency, plan = memory.choose(board, arena, needs, options.slots, options.residency, bool(scheme.matmul_bits))
+        contract, residency, plan = _plan(board, options, runtime, work, parts, weights)
         check_plan(plan, budget_bytes(board))
 
         progress.phase("finish")
-        origin = digests.source()
-        quantization = Quantization(scheme.name, lowered.quantized, lowered.left, source_bytes, weight_bytes)
+        quantized = work.lowered
+        quantization = Quantization(scheme.name, quantized.quantized, quantized.left, work.source_bytes, weight_bytes)
         verification = Verification(
-            origin_of_samples, len(samples), errors, segment_errors if len(segment_errors) > 1 else ()
+            work.sample_origin, len(work.samples), errors, segment_errors if len(parts) > 1 else ()
         )
-        _write_properties(writer, properties)
-        sample = _write_sample(writer, samples[0])
+        _write_properties(writer, work.properties)
+        sample = _write_sample(writer, work.samples[0])
         assets = _write_assets(writer, options.assets)
-        writer.add("report.json", report_json(name, board.name, quantization, verification, plan))
+        writer.add("report.json", report_json(work.name, board.name, quantization, verification, plan))
         manifest = Manifest(
             schema=SCHEMA,
-            name=name,
+            name=work.name,
             target=board.name,
             runtime=board.runtime.name,
-            source=origin,
+            source=digests.source(),
             contract=contract,
-            segments=tuple(_segment(writer.folder, part, settings, residency) for part in parts),
+            segments=tuple(_segment(writer.folder, part, work.settings, residency) for part in parts),
             plan=plan,
             quantization=quantization,
             verification=verification,
@@ -187,6 +157,110 @@ def compile_model(
         )
         writer.commit(manifest)
     return manifest
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """The model after every change that needs no weights, and what is known of it. `head` is all that the bundle's
+    bytes depend on; `scheme_is_blocked`: matrices are quantized in blocks."""
+
+    name: str
+    model: ir.Model
+    dims: dict[str, DimRange]
+    inputs: Contract
+    samples: list[Sample]
+    sample_origin: str
+    lowered: Lowered
+    cuts: list[Cut]
+    settings: dict[str, str]
+    properties: dict[str, str]
+    source_bytes: int
+    stamp: SourceStamp
+    head: dict[str, Any]
+    error_limit: float | None
+    scheme_is_blocked: bool
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes of all weights as they will be written; a weight that is stored once may count twice."""
+        return sum(tensor.nbytes for tensor in _initializers(self.model))
+
+    @property
+    def results(self) -> list[str]:
+        return [value.name or "" for value in self.model.graph.outputs]
+
+
+def _transform(
+    source: Path, board: Board, options: Options, runtime: Backend, scheme: Scheme, progress: Progress
+) -> _Work:
+    """Read the model and do everything to it that needs no weights."""
+    progress.phase("read")
+    model = load_model(source)
+    _check_opset(model, board)
+    stamp = SourceStamp.of(source, model)
+    source_bytes = weight_nbytes(model)
+
+    progress.phase("transform")
+    dims = bind_shapes(model, options.shapes)
+    run_passes(model, NORMALIZE)
+    inputs = _inputs_contract(model, dims)
+    _check_sizes(model, inputs, board)
+    samples, sample_origin = _samples(model, inputs, options, progress)
+    lowered = runtime.lower(model, scheme)
+    run_passes(model, (RemoveDeadCode(), FixNames(), SortNodes()))
+    properties = dict(model.metadata_props)
+    _strip_metadata(model)
+    head = {"source": stamp.described(), "board": board_digest(board), "options": options.recorded(), **_tools(runtime)}
+    return _Work(
+        name=_model_name(options.name or source.stem),
+        model=model,
+        dims=dims,
+        inputs=inputs,
+        samples=samples,
+        sample_origin=sample_origin,
+        lowered=lowered,
+        cuts=_cut(model, source, options),
+        settings=runtime.session_settings(scheme),
+        properties=properties,
+        source_bytes=source_bytes,
+        stamp=stamp,
+        head=head,
+        error_limit=_error_limit(options, scheme),
+        scheme_is_blocked=bool(scheme.matmul_bits),
+    )
+
+
+def _verify(
+    source: Path, out: Path, options: Options, runtime: Backend, work: _Work, parts: Sequence[Part]
+) -> tuple[tuple[OutputError, ...], tuple[SegmentError, ...]]:
+    """Run source and result on the samples; what crosses between segments is kept on the disk of the bundle."""
+    compiled = [
+        Link(part.path.stem, part.inputs, part.outputs, functools.partial(runtime.load, part.path, work.settings))
+        for part in parts
+    ]
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        cache = ActivationCache(Path(folder), shutil.disk_usage(folder).free // 2)
+        chain = _source_chain(source, options, runtime, parts)
+        return verify(chain, compiled, work.samples, work.results, cache, work.error_limit)
+
+
+def _plan(
+    board: Board, options: Options, runtime: Backend, work: _Work, parts: Sequence[Part], weights: list[WeightFootprint]
+) -> tuple[Contract, Residency, MemoryPlan]:
+    """Observe one run at the largest shapes, and make contract, residency and certificate of what was seen."""
+    largest = random_samples(work.model, work.inputs, ("max",))[0]
+    trace = runtime.observe(parts, work.settings, largest, work.results)
+    contract = build_contract(work.model, work.dims, trace.output_nbytes)
+    arena = memory.place(memory.activation_buffers(trace))
+    practical = memory.arena_in_practice(
+        arena.height,
+        trace.peak,
+        lambda size: runtime.runs_within(parts, work.settings, largest, size, trace),
+        budget_bytes(board),
+    )
+    slot = sum(spec.max_nbytes for spec in (*contract.inputs, *contract.outputs))
+    needs = memory.Footprint(weights, practical - arena.height, slot)
+    return contract, *memory.choose(board, arena, needs, options.slots, options.residency, work.scheme_is_blocked)
 
 
 class _Both(Progress):
@@ -246,19 +320,23 @@ def _at_largest(source: Path, options: Options, passes: Sequence[Pass]) -> ir.Mo
 
 
 def _write_segments(
-    writer: BundleWriter, model: ir.Model, cuts: Sequence[Cut], runtime: Backend, progress: Progress
+    writer: BundleWriter, work: _Work, runtime: Backend, digests: Digests, progress: Progress
 ) -> tuple[list[Part], list[WeightFootprint], int]:
     """Write every segment; returns where they are, where their weights will be on the board, and weight bytes."""
+    planned = work.planned_bytes
+    _check_disk(writer, planned)
+    progress.phase("quantize and write", planned)
+    both = _Both(progress, planned, digests)
     parts: list[Part] = []
     footprint: list[WeightFootprint] = []
     with writer.weights(WEIGHTS) as sink:
         if sink.resumed_bytes:
             progress.warn(f"an interrupted compilation left {human(sink.resumed_bytes)} of weights, which are kept")
-        for index, part in enumerate(cuts):
+        for index, part in enumerate(work.cuts):
             path = f"segments/{index:02}.onnx"
-            segment = model if len(cuts) == 1 else extract(model, part)
+            segment = work.model if len(work.cuts) == 1 else extract(work.model, part)
             footprint.append(runtime.weight_footprint(segment))
-            writer.add_graph(path, segment, sink, progress.advance)
+            writer.add_graph(path, segment, sink, both.advance)
             parts.append(Part(writer.folder / path, part.inputs, part.outputs))
         return parts, footprint, sink.tensor_bytes + writer.inline_bytes
 
@@ -284,23 +362,14 @@ def _load_source(runtime: Backend, form: ir.Model, part: Cut, folder: Path) -> M
     return runtime.load_mapped(extract(form, part), folder)
 
 
-def _compiled_chain(runtime: Backend, settings: dict[str, str], parts: Sequence[Part]) -> list[Link]:
-    return [
-        Link(part.path.stem, part.inputs, part.outputs, functools.partial(runtime.load, part.path, settings))
-        for part in parts
-    ]
-
-
-def _check_disk(out: Path, planned: int) -> None:
+def _check_disk(writer: BundleWriter, planned: int) -> None:
     """Refuse before any work what the disk cannot hold; what an interrupted run left there counts as room."""
-    partial = out.with_name(out.name + ".partial")
-    left = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file())
-    free = shutil.disk_usage(partial).free + left
+    left = sum(p.stat().st_size for p in writer.folder.rglob("*") if p.is_file())
+    free = shutil.disk_usage(writer.folder).free + left
     needed = planned + planned // 50 + MIB
     if free < needed:
-        raise OptionError(
-            f"the bundle needs {human(needed)}; {out.absolute().parent} has {human(free)} free", "make room"
-        )
+        where = writer.out.absolute().parent
+        raise OptionError(f"the bundle needs {human(needed)}; {where} has {human(free)} free", "make room")
 
 
 def _model_name(text: str) -> str:
