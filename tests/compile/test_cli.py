@@ -293,7 +293,12 @@ def test_a_board_that_is_too_small(tightfit: Run, tmp_path: Path) -> None:
     )  # fmt: skip
     source = mlp(tmp_path, 1, 256, 8192)
     refused(
-        tightfit, tmp_path, "phase load needs .* but the budget is 54.4 MiB.*larger board", source, "--target", target
+        tightfit,
+        tmp_path,
+        "phase finalise needs .* but the budget is 54.4 MiB.*larger board",
+        source,
+        "--target",
+        target,
     )
 
 

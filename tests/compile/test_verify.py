@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from compile.activations import ActivationCache
+from compile.calibrate import Sample
 from compile.errors import VerificationError
-from compile.verify import Comparison, compare
+from compile.verify import Comparison, Link, verify
+from targets.bundle import OutputError
 from tests.support.models import Array, normal
 
 
@@ -21,6 +25,17 @@ class Fixed:
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:  # noqa: ARG002 - the Model protocol
         return self.outputs
+
+
+def compare(
+    folder: Path, source: Fixed, compiled: Fixed, samples: list[Sample], limit: float | None
+) -> tuple[OutputError, ...]:
+    """Two models of one output `y`, each whole."""
+    chains = [[Link(name, (), ("y",), lambda m=m: m)] for name, m in (("source", source), ("00", compiled))]  # type: ignore[misc]
+    outputs, (whole,) = verify(*chains, samples, ["y"], ActivationCache(folder, 1 << 20), limit)
+    assert whole.isolated == whole.accumulated == outputs[0].relative_l2
+    assert not list(folder.iterdir())
+    return outputs
 
 
 def test_the_figures_are_those_of_all_samples_together() -> None:
@@ -35,21 +50,21 @@ def test_the_figures_are_those_of_all_samples_together() -> None:
     assert found.top1_agreement == pytest.approx((a.argmax(1) == b.argmax(1)).mean())
 
 
-def test_equal_models_differ_by_nothing() -> None:
+def test_equal_models_differ_by_nothing(tmp_path: Path) -> None:
     special = np.array([np.nan, np.inf, -np.inf, 1], np.float32)
-    (result,) = compare(Fixed(y=special), Fixed(y=special), [{}, {}], 0.0)
+    (result,) = compare(tmp_path, Fixed(y=special), Fixed(y=special), [{}, {}], 0.0)
     assert (result.max_abs, result.relative_l2, result.cosine, result.top1_agreement) == (0, 0, 1, 1)
 
 
-def test_a_source_of_zeros_gives_finite_figures() -> None:
-    (result,) = compare(Fixed(y=np.zeros(3)), Fixed(y=np.full(3, 0.5)), [{}], None)
+def test_a_source_of_zeros_gives_finite_figures(tmp_path: Path) -> None:
+    (result,) = compare(tmp_path, Fixed(y=np.zeros(3)), Fixed(y=np.full(3, 0.5)), [{}], None)
     assert (result.relative_l2, result.cosine) == (0.5, 0)
 
 
-def test_strings_and_flags_are_compared() -> None:
-    (result,) = compare(Fixed(y=np.array(["a"], object)), Fixed(y=np.array(["b"], object)), [{}], None)
+def test_strings_and_flags_are_compared(tmp_path: Path) -> None:
+    (result,) = compare(tmp_path, Fixed(y=np.array(["a"], object)), Fixed(y=np.array(["b"], object)), [{}], None)
     assert result.relative_l2 > 0
-    (result,) = compare(Fixed(y=np.array([True, False])), Fixed(y=np.array([True, True])), [{}], None)
+    (result,) = compare(tmp_path, Fixed(y=np.array([True, False])), Fixed(y=np.array([True, True])), [{}], None)
     assert result.max_abs == 1
 
 
@@ -63,6 +78,6 @@ def test_strings_and_flags_are_compared() -> None:
         ({"y": np.array([1, 1, 1, 2], np.float32)}, r"relative L2 0.5, limit 0.1 .*--max-error"),
     ],
 )
-def test_what_is_refused(ours: dict[str, Any], words: str) -> None:
+def test_what_is_refused(tmp_path: Path, ours: dict[str, Any], words: str) -> None:
     with pytest.raises(VerificationError, match=words):
-        compare(Fixed(y=np.ones(4, np.float32)), Fixed(**ours), [{}], 0.1)
+        compare(tmp_path, Fixed(y=np.ones(4, np.float32)), Fixed(**ours), [{}], 0.1)

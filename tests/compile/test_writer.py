@@ -24,8 +24,8 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 graph = prepared(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
 try:
-    with BundleWriter(Path(sys.argv[2])) as writer:
-        writer.add_graph("segments/00.onnx", "weights.bin", graph, lambda _: None)
+    with BundleWriter(Path(sys.argv[2]), {}) as writer, writer.weights("segments/weights.bin") as sink:
+        writer.add_graph("segments/00.onnx", graph, sink, lambda _: None)
 except OSError as error:
     print(error.errno)
 """
@@ -33,8 +33,10 @@ except OSError as error:
 
 def test_external_tensors_stand_on_page_borders_and_digests_match(tmp_path: Path) -> None:
     heard: list[int] = []
-    with BundleWriter(tmp_path / "m.tfb") as writer:
-        writer.add_graph("segments/00.onnx", "weights.bin", prepared(mlp(tmp_path)), heard.append)
+    with BundleWriter(tmp_path / "m.tfb", {}) as writer:
+        with writer.weights("segments/weights.bin") as sink:
+            writer.add_graph("segments/00.onnx", prepared(mlp(tmp_path)), sink, heard.append)
+            assert (sink.nbytes, sink.tensor_bytes, sink.resumed_bytes) == (2 * 64 * 96 * 4, 2 * 64 * 96 * 4, 0)
         writer.add("assets/labels.txt", b"a\nb\n")
         assert [entry.path for entry in writer.files] == [
             "assets/labels.txt",
@@ -52,12 +54,19 @@ def test_external_tensors_stand_on_page_borders_and_digests_match(tmp_path: Path
     assert not list(tmp_path.glob("m.tfb*"))
 
 
-def test_an_interrupted_bundle_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), BundleWriter(tmp_path / "m.tfb") as writer:  # noqa: PT012
+def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no"), BundleWriter(tmp_path / "m.tfb", {}) as writer:  # noqa: PT012
         writer.add("report.json", b"{}")
         assert writer.folder.is_dir()
-        raise KeyboardInterrupt
+        raise ValueError("no")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_leaves_what_the_next_run_goes_on_from(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), BundleWriter(tmp_path / "m.tfb", {}) as writer:  # noqa: PT012
+        writer.add("report.json", b"{}")
+        raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["m.tfb.partial"]
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
@@ -77,9 +86,9 @@ def existing(tmp_path: Path) -> Path:
 
 def test_an_existing_bundle_is_replaced_only_when_asked_and_at_once(existing: Path) -> None:
     manifest = loads((existing / MANIFEST).read_bytes())
-    with pytest.raises(OptionError, match=r"exists .*--overwrite"), BundleWriter(existing):
+    with pytest.raises(OptionError, match=r"exists .*--overwrite"), BundleWriter(existing, {}):
         pass
-    with BundleWriter(existing, overwrite=True) as writer:
+    with BundleWriter(existing, {}, overwrite=True) as writer:
         writer.add("report.json", b"{}")
         assert (existing / "segments/00.onnx").is_file()
         writer.commit(manifest)
@@ -89,7 +98,7 @@ def test_an_existing_bundle_is_replaced_only_when_asked_and_at_once(existing: Pa
 
 def test_a_failed_replacement_keeps_the_old_bundle(existing: Path) -> None:
     before = (existing / MANIFEST).read_bytes()
-    with pytest.raises(ValueError, match="no"), BundleWriter(existing, overwrite=True):
+    with pytest.raises(ValueError, match="no"), BundleWriter(existing, {}, overwrite=True):
         raise ValueError("no")
     assert (existing / MANIFEST).read_bytes() == before
     assert [p.name for p in existing.parent.iterdir()] == [existing.name]
@@ -98,7 +107,7 @@ def test_a_failed_replacement_keeps_the_old_bundle(existing: Path) -> None:
 def test_overwrite_never_replaces_what_is_no_bundle(tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("x")
-    with pytest.raises(OptionError, match="not a bundle"), BundleWriter(tmp_path / "precious", overwrite=True):
+    with pytest.raises(OptionError, match="not a bundle"), BundleWriter(tmp_path / "precious", {}, overwrite=True):
         pass
     assert (tmp_path / "precious" / "thesis.txt").read_text() == "x"
 
@@ -106,6 +115,6 @@ def test_overwrite_never_replaces_what_is_no_bundle(tmp_path: Path) -> None:
 def test_a_partial_folder_of_a_killed_run_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "m.tfb.partial").mkdir()
     (tmp_path / "m.tfb.partial" / "rest").write_bytes(b"x")
-    with BundleWriter(tmp_path / "m.tfb") as writer:
+    with BundleWriter(tmp_path / "m.tfb", {}) as writer:
         assert not list(writer.folder.iterdir())
     assert not list(tmp_path.iterdir())

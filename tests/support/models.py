@@ -102,8 +102,9 @@ def lowered(path: Path, scheme: str, *shapes: str) -> tuple[ir.Model, Lowered]:
 def emit(path: Path, scheme: str, folder: Path, *shapes: str) -> tuple[Path, Lowered]:
     """Write the graph as a bundle would hold it, without a plan; returns the segment."""
     graph, report = lowered(path, scheme, *shapes)
-    with BundleWriter(folder / f"{scheme}.tfb") as writer:
-        writer.add_graph("segments/00.onnx", "weights.bin", graph, lambda _: None)
+    with BundleWriter(folder / f"{scheme}.tfb", {}) as writer:
+        with writer.weights("segments/weights.bin") as sink:
+            writer.add_graph("segments/00.onnx", graph, sink, lambda _: None)
         (writer.folder / "segments").rename(folder / scheme)
     return folder / scheme / "00.onnx", report
 

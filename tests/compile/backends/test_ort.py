@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper
 
 from compile.backends import ort
-from compile.backends.base import BACKENDS, Trace, backend
+from compile.backends.base import BACKENDS, Part, Trace, backend
 from compile.errors import OptionError, VerificationError
 from compile.memory import activation_buffers, arena_in_practice, place
 from compile.quantize.schemes import SCHEMES
@@ -108,13 +109,20 @@ BUILDERS: dict[Callable[[Path], Path], dict[str, Array]] = {
 }
 
 
+def whole(path: Path) -> Part:
+    """A model file as the one segment of a bundle."""
+    graph = onnx.load(str(path), load_external_data=False).graph
+    return Part(path, tuple(i.name for i in graph.input), tuple(o.name for o in graph.output))
+
+
 def needed(path: Path, sample: dict[str, Array]) -> tuple[Trace, int, int]:
     """(trace, planned height, arena that a run was seen to fit)."""
-    trace = ort.observe(path, SETTINGS, sample)
+    parts = [whole(path)]
+    trace = ort.observe(parts, SETTINGS, sample, parts[0].outputs)
     arena = place(activation_buffers(trace))
     check_arena(arena)
-    fits = lambda size: ort.runs_within(path, SETTINGS, sample, size, trace)  # noqa: E731
-    return trace, arena.height, arena_in_practice(arena.height, fits, 1 << 30)
+    fits = lambda size: ort.runs_within(parts, SETTINGS, sample, size, trace)  # noqa: E731
+    return trace, arena.height, arena_in_practice(arena.height, trace.peak, fits, 1 << 30)
 
 
 @pytest.mark.parametrize("build", BUILDERS, ids=lambda b: b.__name__)
@@ -125,7 +133,7 @@ def test_the_planned_arena_suffices(tmp_path: Path, build: Callable[[Path], Path
     assert trace.output_nbytes == {name: array.nbytes for name, array in outputs.items()}
     assert height >= max(trace.output_nbytes.values())
     # The search saw a run end inside it; half of the largest output is too little, so the cap is a cap.
-    assert not ort.runs_within(path, SETTINGS, sample, max(trace.output_nbytes.values()) // 2, trace)
+    assert not ort.runs_within([whole(path)], SETTINGS, sample, max(trace.output_nbytes.values()) // 2, trace)
     if build is not with_scratch:
         assert practical <= height * 2
 
@@ -142,7 +150,7 @@ def test_what_cannot_be_loaded_or_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(VerificationError, match=r"onnxruntime cannot load model.onnx: .*acme:Magic"):
         ort.load(bad, SETTINGS)
     with pytest.raises(VerificationError, match="acme:Magic"):
-        ort.observe(bad, SETTINGS, {"x": normal(1)})
+        ort.observe([whole(bad)], SETTINGS, {"x": normal(1)}, ["y"])
     with pytest.raises(VerificationError, match="onnxruntime cannot run the model"):
         ort.load(mlp(tmp_path), SETTINGS).run({"x": normal(2, 63)})
 
