@@ -18,7 +18,8 @@ from compile.errors import ModelError
 from targets.tensor import DType, human
 
 __all__ = [
-    "DTYPES", "constant", "contract_dtype", "dims_of", "external_files", "ir", "load_model", "nodes_of", "weight_nbytes"
+    "DTYPES", "constant", "contract_dtype", "dims_of", "external_files",
+    "graphs_of", "ir", "load_model", "nodes_of", "weight_nbytes"
 ]  # fmt: skip
 
 # onnx-ir reports every recovered oddity of a model as a warning; what matters is an error of ours.
@@ -228,6 +229,11 @@ def _graphs(model: ir.Model) -> Iterator[ir.Graph | ir.Function]:
                     yield attribute.as_graph()
                 elif attribute.type == ir.AttributeType.GRAPHS:
                     yield from attribute.as_graphs()
+
+
+def graphs_of(model: ir.Model) -> list[ir.Graph]:
+    """The main graph and every subgraph below it, functions not."""
+    return [model.graph, *model.graph.subgraphs()]
 
 
 def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:

@@ -135,16 +135,26 @@ class Cut:
 
 
 def segments(model: ir.Model, ends: Sequence[int], wanted: Collection[str] = ()) -> list[Cut]:
-    """Inputs and outputs of every segment, in the order in which the graph makes them; `wanted` are outputs too."""
+    """Inputs and outputs of every segment, in the order in which the graph makes them; `wanted` are outputs too.
+
+    The first segment takes the inputs that no node reads, because runtimes ask for every input of a graph; the last
+    one gives the outputs that no node makes: inputs handed on, and weights.
+    """
     nodes = list(model.graph)
     last = _last_readers(nodes)
     results = set(model.graph.outputs)
     made_at = {value: at for at, node in enumerate(nodes) for value in node.outputs}
     cuts: list[Cut] = []
     start = 0
-    for end in ends:
+    for index, end in enumerate(ends):
         inputs: dict[str, None] = {}
         outputs: dict[str, None] = {}
+        if index == 0:
+            inputs.update((v.name, None) for v in model.graph.inputs if v.name and v not in last)
+        if index == len(ends) - 1:
+            unmade = [v for v in model.graph.outputs if v.name and v not in made_at]
+            inputs.update((v.name, None) for v in unmade if v.name and v in model.graph.inputs)
+            outputs.update((v.name, None) for v in unmade if v.name)
         for node in nodes[start:end]:
             for value in reads(node):
                 comes_from = made_at.get(value)

@@ -25,6 +25,7 @@ from compile.partition import Cut, cut, extract, positions, segments, static_siz
 from compile.passes.base import Pass, run_passes
 from compile.passes.fold import FoldConstants
 from compile.passes.normalize import FixNames, InferShapes, InlineFunctions, LiftConstants, RemoveDeadCode, SortNodes
+from compile.passes.widen import WidenHalf
 from compile.quantize.schemes import Scheme, choose_scheme
 from compile.report import report_json
 from compile.shapes import ShapeRequest, bind_shapes, build_contract, largest_nbytes, sizes_at
@@ -51,7 +52,15 @@ from targets.tensor import Contract, DimRange, human
 WEIGHTS = "segments/weights.bin"
 
 # What puts the source into a form that can be cut by names that also stand in the compiled graph.
-SOURCE_FORM: tuple[Pass, ...] = (InlineFunctions(), LiftConstants(), SortNodes(), FixNames(), InferShapes())
+SOURCE_FORM: tuple[Pass, ...] = (
+    InlineFunctions(),
+    LiftConstants(),
+    SortNodes(),
+    FixNames(),
+    WidenHalf(),
+    SortNodes(),
+    InferShapes(),
+)
 
 NORMALIZE: tuple[Pass, ...] = (
     *SOURCE_FORM,

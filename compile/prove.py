@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 NOISE_BYTES = 3 << 20
 """How much two runs of the agent with a model of one operator differ: heaps of two interpreters, stacks of threads."""
+PROCESSES = ("gateway", "engine")
 _NOT_INSTALLED = "is not installed"
 
 
@@ -52,17 +53,22 @@ class Verdict(str, enum.Enum):
 
 
 class PhaseProof(msgspec.Struct, frozen=True):
-    """One phase, bytes without F_rt. `measured` is None where the service did not get so far.
+    """One phase, bytes without F_rt. `measured` is None where the service did not get so far; where it ended within
+    the phase, `complete` is false and the figures are those until then.
 
-    `measured` is the moment of the largest sum; `own_peaks` are those of each kind by itself, which need not coincide.
-    No spike between two samples was larger than the peak by more than `unseen`.
+    `measured` is the moment of the largest sum; `own_peaks` are those of each kind by itself, which need not coincide;
+    `anonymous` is that kind by process.
+    `unseen` is what the kernel's own peak of each process has above its largest sample, F_rt's part taken off; it is
+    part of the measured total.
     """
 
     name: str
     predicted: dict[str, int]
     measured: dict[str, int] | None
     own_peaks: dict[str, int] | None = None
+    anonymous: dict[str, int] = {}
     unseen: int = 0
+    complete: bool = True
 
     @property
     def predicted_total(self) -> int:
@@ -70,12 +76,16 @@ class PhaseProof(msgspec.Struct, frozen=True):
 
     @property
     def measured_total(self) -> int | None:
-        return None if self.measured is None else max(sum(self.measured.values()), 0)
+        return None if self.measured is None else max(sum(self.measured.values()) + self.unseen, 0)
 
     @property
     def holds(self) -> bool:
         """Whether the plan was not exceeded, beyond what two runs of the runtime alone differ by."""
-        return self.measured_total is None or self.measured_total <= self.predicted_total + NOISE_BYTES
+        return (
+            not self.complete
+            or self.measured_total is None
+            or self.measured_total <= self.predicted_total + NOISE_BYTES
+        )
 
 
 class Fixed(msgspec.Struct, frozen=True):
@@ -114,7 +124,7 @@ class Proof(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One service from its start to its end; `failure` says what ended it early."""
+    """One service from its start to its end; `failure` says what ended it early, `killed` which process was killed."""
 
     load: Peak
     run: Peak
@@ -122,6 +132,7 @@ class Run(msgspec.Struct, frozen=True):
     charged: Charged | None
     oom_kills: int
     failure: str = ""
+    killed: str = ""
 
 
 Limiter = Callable[[int], "AbstractContextManager[Limit]"]
@@ -217,7 +228,8 @@ def run_service(
             except ServiceError as error:
                 failure = str(error)
         kills = limit.oom_kills() if limit else 0
-    return Run(sampler.peak(LOAD), sampler.peak(RUN), ready, sampler.charged, kills, failure)
+        killed = ("gateway" if service.was_killed else "engine") if kills else ""
+    return Run(sampler.peak(LOAD), sampler.peak(RUN), ready, sampler.charged, kills, failure, killed)
 
 
 def _weight_folders(bundle: Path, manifest: Manifest) -> tuple[Path, ...]:  # noqa: ARG001
@@ -229,8 +241,8 @@ def _judge(manifest: Manifest, limit: Limit, fixed: Run, seen: Run, rounds: int)
     plan = manifest.plan
     finished = seen.ready and not seen.failure
     phases = (
-        _phase(plan.phase(LOAD), fixed.load, seen.load if seen.run.samples else None),
-        _phase(plan.phase(RUN), fixed.run, seen.run if finished else None),
+        _phase(plan.phase(LOAD), fixed.load, seen.load, bool(seen.run.samples)),
+        _phase(plan.phase(RUN), fixed.run, seen.run, finished),
     )
     runtime = plan.phase(RUN).term("runtime")
     cost = Fixed(
@@ -262,16 +274,18 @@ def _charged(charged: Charged) -> dict[str, int]:
     return {"anonymous": charged.anonymous, "file": charged.file, "shared": charged.shared, "peak": charged.peak}
 
 
-def _phase(phase: Phase, fixed: Peak, seen: Peak | None) -> PhaseProof:
+def _phase(phase: Phase, fixed: Peak, seen: Peak, complete: bool) -> PhaseProof:
     runtime = phase.term("runtime")
     taken = {runtime.kind: runtime.nbytes} if runtime else {}
     predicted = {kind: phase.kind_bytes(kind) - taken.get(kind, 0) for kind in KINDS}
-    if seen is None:
-        return PhaseProof(phase.name, predicted, None)
+    if not seen.samples:
+        return PhaseProof(phase.name, predicted, None, complete=False)
     base = _kinds(fixed.at)
     measured = {kind: nbytes - base[kind] for kind, nbytes in _kinds(seen.at).items()}
     own = {kind: nbytes - base[kind] for kind, nbytes in _kinds(seen.own).items()}
-    return PhaseProof(phase.name, predicted, measured, own, seen.unseen)
+    unseen = max(seen.unseen - fixed.unseen, 0)
+    parts = {name: a - b for name, a, b in zip(PROCESSES, seen.anonymous, fixed.anonymous, strict=False)}
+    return PhaseProof(phase.name, predicted, measured, own, parts, unseen, complete)
 
 
 def _kinds(seen: Mapped) -> dict[str, int]:
@@ -285,8 +299,8 @@ def _verdict(manifest: Manifest, limit: Limit, seen: Run, phases: tuple[PhasePro
     if seen.oom_kills:
         times = "once" if seen.oom_kills == 1 else f"{seen.oom_kills} times"
         when = "while it served requests" if seen.ready else "while it loaded"
-        said = f"; the agent said: {seen.failure}" if seen.failure else ""
-        return Verdict.DOES_NOT_FIT, f"the kernel's OOM killer struck {times} {when} {where}{said}"
+        said = f"; the agent said: {seen.failure}" if seen.killed == "engine" and seen.failure else ""
+        return Verdict.DOES_NOT_FIT, f"the kernel's OOM killer ended the {seen.killed} {when} {where} ({times}){said}"
     if seen.failure and (seen.ready or not limit.exact):
         when = "a request failed" if seen.ready else "it did not start"
         return Verdict.DOES_NOT_FIT, f"{when} {where}: {seen.failure}"
@@ -328,14 +342,11 @@ def _notes(limit: Limit, fixed: Fixed, phases: tuple[PhaseProof, ...], seen: Run
             "set runtime_fixed_mib of the board to what it takes there."
         )
     run = phases[-1]
-    if run.measured is not None and (untouched := run.predicted["file"] - run.measured["file"]) > NOISE_BYTES:
+    if run.complete and run.measured and (untouched := run.predicted["file"] - run.measured["file"]) > NOISE_BYTES:
         notes.append(
             f"{human(untouched)} of the mapped weights were never touched: tables of which a request reads a few rows. "
             "The plan counts them whole; the kernel can drop them."
         )
-    worst = max(phases, key=lambda phase: phase.unseen)
-    if worst.unseen > NOISE_BYTES:
-        notes.append(f"{worst.name}: between two samples there may have been up to {human(worst.unseen)} more.")
     return notes
 
 

@@ -55,17 +55,19 @@ def _add(table: Table, phase: PhaseProof) -> None:
     for kind in KINDS:
         seen = phase.measured[kind] if phase.measured else None
         if phase.predicted[kind] or seen:
-            table.add_row(
-                phase.name, kind, human(phase.predicted[kind]), _size(seen), _ratio(phase.predicted[kind], seen)
-            )
-    total = phase.measured_total
-    predicted = phase.predicted_total
-    table.add_row(phase.name, "[bold]total", human(predicted), _size(total), f"[bold]{_ratio(predicted, total)}")
+            _row(table, phase, kind, phase.predicted[kind], seen)
+    if phase.measured and phase.unseen:
+        table.add_row(phase.name, "between samples", "", human(phase.unseen), "")
+    _row(table, phase, "[bold]total", phase.predicted_total, phase.measured_total)
     table.add_section()
 
 
-def _size(nbytes: int | None) -> str:
-    return "not reached" if nbytes is None else human(nbytes)
+def _row(table: Table, phase: PhaseProof, kind: str, predicted: int, seen: int | None) -> None:
+    size = "not reached" if seen is None else human(seen)
+    if phase.complete:
+        table.add_row(phase.name, kind, human(predicted), size, _ratio(predicted, seen))
+    else:
+        table.add_row(phase.name, kind, human(predicted), size, "" if seen is None else "not finished")
 
 
 def _ratio(predicted: int, measured: int | None) -> str:

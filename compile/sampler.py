@@ -14,11 +14,14 @@ from compile.processes import Mapped, Status, forget_peak, mapped_of, status_of,
 LOAD, RUN = "load", "run"
 # Reading page tables costs about a millisecond per 100 MB; a sample then waits at least as long as it took.
 _PAUSE_S = 0.01
+# Reading the counters of a process is cheap, and says to a few milliseconds when loading ends and with what peak.
+_POLL_S = 0.002
 
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """One phase (bytes). `at` is the moment of the largest anonymous + weights + shared; `own` each kind's own peak.
+    """One phase (bytes). `at` is the moment of the largest anonymous + weights + shared, `anonymous` that of each
+    process then, the gateway first; `own` each kind's own peak.
 
     `unseen` is what the kernel's peak of each process (VmHWM) has above the largest sample of that process: no spike
     between two samples was larger.
@@ -26,6 +29,7 @@ class Peak:
 
     at: Mapped
     own: Mapped
+    anonymous: tuple[int, ...]
     unseen: int
     samples: int
 
@@ -34,13 +38,14 @@ class Peak:
 class _Phase:
     at: Mapped = dataclasses.field(default_factory=Mapped)
     own: Mapped = dataclasses.field(default_factory=Mapped)
+    anonymous: tuple[int, ...] = ()
     resident: dict[int, int] = dataclasses.field(default_factory=dict)
     kept: dict[int, int] = dataclasses.field(default_factory=dict)
     samples: int = 0
 
     def peak(self) -> Peak:
         unseen = sum(max(self.kept[pid] - self.resident.get(pid, 0), 0) for pid in self.kept)
-        return Peak(self.at, self.own, unseen, self.samples)
+        return Peak(self.at, self.own, self.anonymous, unseen, self.samples)
 
 
 class Sampler:
@@ -56,25 +61,29 @@ class Sampler:
         self._charged = charged
         self._phases = {LOAD: _Phase(), RUN: _Phase()}
         self._now = LOAD
+        self._pids: Sequence[int] = [pid]
         self._charged_peak = Charged(0, 0, 0, 0)
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="sampler", daemon=True)
+        self._threads = [threading.Thread(target=task, daemon=True) for task in (self._watch, self._poll)]
 
     def __enter__(self) -> Sampler:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._sample()
         self._stop.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def serving(self) -> None:
         """The service is ready."""
         self._sample()
         with self._lock:
             self._begin_run(tree_of(self._pid))
+        self._sample()
 
     @property
     def charged(self) -> Charged | None:
@@ -93,19 +102,31 @@ class Sampler:
             self._sample()
             took = time.monotonic() - began
 
+    def _poll(self) -> None:
+        """Keep the peaks of loading, and notice its end."""
+        while self._now == LOAD and not self._stop.wait(_POLL_S):
+            statuses = _statuses(self._pids)
+            with self._lock:
+                if self._now == LOAD and any(status.shared for status in statuses.values()):
+                    self._begin_run(self._pids)
+                elif self._now == LOAD:
+                    self._keep_peaks(statuses)
+
     def _sample(self) -> None:
+        pids = self._pids = tree_of(self._pid)
+        statuses = _statuses(pids)
+        parts = [mapped_of(pid, self._folders) for pid in statuses]
+        charged = self._charged()
         with self._lock:
-            pids = tree_of(self._pid)
-            before = _statuses(pids)
-            seen = sum((mapped_of(pid, self._folders) for pid in before), Mapped())
-            if self._now == LOAD and seen.shared:
-                # The kernel's peak of loading was read before these pages were, so it is loading's alone.
-                self._count_resident(before)
+            if self._now == LOAD and any(part.shared for part in parts):
                 self._begin_run(pids)
-                before = _statuses(pids)
-            self._count_resident(before)
-            self._count(seen)
-            self._count_charged(self._charged())
+                statuses = _statuses(pids)
+            resident = self._phases[self._now].resident
+            for pid, status in statuses.items():
+                resident[pid] = max(resident.get(pid, 0), status.resident)
+            self._keep_peaks(statuses)
+            self._count(parts)
+            self._count_charged(charged)
 
     def _begin_run(self, pids: Sequence[int]) -> None:
         if self._now == LOAD:
@@ -113,17 +134,16 @@ class Sampler:
             for pid in pids:
                 forget_peak(pid)
 
-    def _count_resident(self, statuses: Mapping[int, Status]) -> None:
-        phase = self._phases[self._now]
-        for pid, status in statuses.items():
-            phase.resident[pid] = max(phase.resident.get(pid, 0), status.resident)
-            phase.kept[pid] = status.peak_resident
+    def _keep_peaks(self, statuses: Mapping[int, Status]) -> None:
+        kept = self._phases[self._now].kept
+        kept.update({pid: status.peak_resident for pid, status in statuses.items()})
 
-    def _count(self, seen: Mapped) -> None:
+    def _count(self, parts: Sequence[Mapped]) -> None:
         phase = self._phases[self._now]
+        seen = sum(parts, Mapped())
         phase.samples += 1
         if service_bytes(seen) > service_bytes(phase.at):
-            phase.at = seen
+            phase.at, phase.anonymous = seen, tuple(part.anonymous for part in parts)
         phase.own = Mapped(
             max(phase.own.anonymous, seen.anonymous),
             max(phase.own.shared, seen.shared),

@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -107,6 +108,11 @@ class Service:
                 pass
         finally:
             connection.close()
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether the gateway itself, not its engine, was ended by SIGKILL."""
+        return self.process.poll() == -signal.SIGKILL
 
     def last_words(self) -> str:
         """The last error of the agent's log, without its decoration."""

@@ -71,6 +71,7 @@ def lower(model: ir.Model, scheme: Scheme) -> Lowered:
     rewriter = _Rewriter(model, scheme)
     for node in list(nodes_of(model)):
         rewriter.visit(node)
+    rewriter.widen_the_rest()
     if rewriter.quantized:
         model.graph.opset_imports.setdefault(CONTRIB, 1)
     return Lowered(dict(sorted(rewriter.quantized.items())), rewriter.left_summary())
@@ -86,11 +87,15 @@ class _Rewriter:
         self._blocks: dict[str, Once] = {}
 
     def visit(self, node: ir.Node) -> None:
-        weights = sum(t.nbytes for t in map(constant, node.inputs) if t is not None and t.size >= MIN_ELEMENTS)
+        weights = sum(
+            t.nbytes
+            for t in (constant(_behind_cast(value)) for value in node.inputs)
+            if t is not None and t.size >= MIN_ELEMENTS
+        )
         handler = self._handlers().get(node.op_type) if node.domain in ("", "ai.onnx") else None
         try:
             if handler is None or (not weights and node.op_type not in _ALWAYS_COUNTED):
-                if weights and node.op_type not in ("Reshape", "Identity", "Transpose"):
+                if weights and node.op_type not in ("Reshape", "Identity", "Transpose", "Cast"):
                     raise _Leave("no quantized kernel for this operator")
                 return
             handler(node)
@@ -131,7 +136,7 @@ class _Rewriter:
 
     def _gather(self, node: ir.Node) -> None:
         form = self._block_format("tables need a block scheme")
-        table = node.inputs[0]
+        table = _behind_cast(node.inputs[0])
         tensor = constant(table)
         if table is None or tensor is None:
             raise _Leave("the table is computed")
@@ -155,7 +160,7 @@ class _Rewriter:
                 if not self.scheme.dynamic
                 else "dynamic INT8 convolution is slower than float32 on onnxruntime"
             )
-        kernel = node.inputs[1]
+        kernel = _behind_cast(node.inputs[1])
         tensor = constant(kernel)
         if kernel is None or tensor is None:
             raise _Leave("the kernel is computed")
@@ -167,6 +172,16 @@ class _Rewriter:
         restore.outputs[0].name = f"{node.name}.weight"
         _graph_of(node).insert_before(node, restore)
         node.replace_input_with(1, restore.outputs[0])
+
+    def widen_the_rest(self) -> None:
+        """FP16 weights that nothing quantized are stored as the FP32 that the kernels compute with."""
+        for node in list(nodes_of(self.model)):
+            tensor = constant(node.inputs[0]) if node.op_type == "Cast" and node.inputs else None
+            if tensor is None or tensor.dtype != ir.DataType.FLOAT16 or node.outputs[0].dtype != ir.DataType.FLOAT:
+                continue
+            name = f"{node.inputs[0].name if node.inputs[0] is not None else node.name}.float32"
+            wide = self._lazy(name, ir.DataType.FLOAT, dims_of(tensor), _as_float(tensor))
+            node.outputs[0].replace_all_uses_with(wide)
 
     # -- matrices ----------------------------------------------------------------------------------------
 
@@ -201,9 +216,12 @@ class _Rewriter:
         """The constant matrix behind an input, looking through a Transpose; raises _Leave when there is none."""
         if not self.scheme.matmul_bits and not self.scheme.dynamic:
             raise _Leave("the scheme leaves weights alone")
+        value = _behind_cast(value)
         producer = value.producer() if value is not None else None
-        if producer is not None and producer.op_type == "Transpose" and constant(producer.inputs[0]) is not None:
-            value, transposed = producer.inputs[0], not transposed
+        if producer is not None and producer.op_type == "Transpose":
+            behind = _behind_cast(producer.inputs[0])
+            if constant(behind) is not None:
+                value, transposed = behind, not transposed
         tensor = constant(value)
         if value is None or tensor is None:
             raise _Leave("both sides are computed")
@@ -213,8 +231,8 @@ class _Rewriter:
         return Weight(value, tensor, transposed)
 
     def _require_float(self, tensor: ir.TensorProtocol) -> None:
-        if tensor.dtype != ir.DataType.FLOAT:
-            raise _Leave(f"weight is {tensor.dtype.name}, not FLOAT")
+        if tensor.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
+            raise _Leave(f"weight is {tensor.dtype.name}, not FLOAT or FLOAT16")
         if tensor.size < MIN_ELEMENTS:
             raise _Leave(_TOO_SMALL)
 
@@ -295,6 +313,19 @@ def _graph_of(node: ir.Node) -> ir.Graph | ir.Function:
     if node.graph is None:
         raise ValueError(f"node {node.name!r} was already replaced")
     return node.graph
+
+
+def _behind_cast(value: ir.Value | None) -> ir.Value | None:
+    """The FP16 weight that a Cast widens, else the value itself."""
+    producer = value.producer() if value is not None else None
+    if producer is None or producer.op_type != "Cast" or value is None or value.dtype != ir.DataType.FLOAT:
+        return value
+    tensor = constant(producer.inputs[0])
+    return producer.inputs[0] if tensor is not None and tensor.dtype == ir.DataType.FLOAT16 else value
+
+
+def _as_float(tensor: ir.TensorProtocol) -> Callable[[], Any]:
+    return lambda: tensor.numpy().astype(np.float32)
 
 
 def _channel_codes(tensor: ir.TensorProtocol, name: str, axis: int, transpose: bool = False) -> Callable[[], Any]:
