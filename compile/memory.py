@@ -191,7 +191,7 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residency: Re
     """The certificate.
 
     finalise: one segment at a time is mapped, laid out on the heap, and written. Only where files are made so.
-    load:     segments one after the other; while one is laid out, its source is mapped beside the copy.
+    load:     weights one after the other; while one is laid out, its source is mapped beside the copy.
     run:      what stays of that, the arena, and each slot twice: once in the slab that both processes share, once
               as the body or answer that the gateway reads or sends.
     """
@@ -234,7 +234,7 @@ def _terms(session: int, heap: int, mapped: int) -> tuple[Term, ...]:
 
 def _heap_terms(parts: Sequence[WeightFootprint]) -> _WeightTerms:
     session, heap, mapped = (sum(getattr(p, kind) for p in parts) for kind in ("session", "heap", "mapped"))
-    in_transit = max(p.heap for p in parts)
+    in_transit = max(p.largest for p in parts)
     return _WeightTerms(_terms(session, heap, mapped + in_transit), _terms(session, heap, mapped))
 
 
@@ -254,7 +254,7 @@ def _streamed_terms(parts: Sequence[WeightFootprint]) -> _WeightTerms:
 
 def _finalise_terms(parts: Sequence[WeightFootprint]) -> tuple[Term, ...]:
     worst = max(parts, key=lambda p: p.heap + p.mapped)
-    return _terms(worst.session, worst.heap, worst.heap + worst.mapped)
+    return _terms(worst.session, worst.heap, worst.largest + worst.mapped)
 
 
 _WEIGHT_TERMS: dict[Residency, Callable[[Sequence[WeightFootprint]], _WeightTerms]] = {

@@ -33,7 +33,12 @@ def weight_footprint(model: ir.Model) -> WeightFootprint:
                 heap[key] = copied[index]
             else:
                 mapped[key] = tensor.nbytes
-    return WeightFootprint(sum(heap.values()), sum(mapped.values()), nodes * SESSION_BYTES_PER_NODE)
+    return WeightFootprint(
+        heap=sum(heap.values()),
+        mapped=sum(mapped.values()),
+        session=nodes * SESSION_BYTES_PER_NODE,
+        largest=max(heap.values(), default=0),
+    )
 
 
 def _copied(node: ir.Node) -> Iterator[tuple[int, int]]:
@@ -62,13 +67,12 @@ def _float_matrix(node: ir.Node) -> Iterator[tuple[int, int]]:
 
 
 def _block_matrix(node: ir.Node) -> Iterator[tuple[int, int]]:
-    """Codes, a scale and a sum for each block; the source's scales are dropped with its codes."""
+    """Codes, a scale and a sum for each block. The source's scales and zero points stay mapped beside the copy."""
     codes = constant(node.inputs[1])
     if codes is None:
         return
     n, blocks, blob = dims_of(codes)
     yield 1, n * blocks * (blob + 4 + 4)
-    yield 2, 0
 
 
 def _int8_matrix(node: ir.Node) -> Iterator[tuple[int, int]]:

@@ -103,12 +103,12 @@ def test_a_model_that_no_arena_holds_is_refused() -> None:
 def test_the_plan_counts_every_part_once_for_each_phase() -> None:
     board = load_board("raspberry-pi-5-4gb")
     arena = place((Buffer("a", 0, 1, 512),))
-    needs = Footprint([WeightFootprint(1000, 200, 30)], workspace=7, slot=11)
+    needs = Footprint([WeightFootprint(1000, 200, 30, 500)], workspace=7, slot=11)
     made = plan(board, arena, needs, slots=3, residency=Residency.HEAP)
     fixed = board.memory.runtime_fixed_mib << 20
-    assert made.phase("load").total_bytes == fixed + 30 + 1000 + 1200
+    assert made.phase("load").total_bytes == fixed + 30 + 1000 + 200 + 500
     assert made.phase("run").total_bytes == fixed + 30 + 1000 + 200 + 512 + 7 + 2 * 33
     assert made.budget_bytes == budget_bytes(board)
     check_plan(made, made.budget_bytes)
-    with pytest.raises(BudgetError, match="phase load needs"):
-        check_plan(made, made.phase("load").total_bytes - 1)
+    with pytest.raises(BudgetError, match="phase (load|run) needs"):
+        check_plan(made, max(phase.total_bytes for phase in made.phases) - 1)

@@ -1,0 +1,204 @@
+"""Compile a model that the host cannot hold, in bounded memory, beside the floor: `python -m bench.large_model`.
+
+    python -m bench.large_model --size 12GB                      # 12 GB of FP32 parameters, about 15 minutes
+    python -m bench.large_model --size 12GB --dtype float16      # 6 G parameters: what does not fit resident
+
+In one run: `dd` reads the source and writes as many bytes as the bundle has (the floor), `tightfit-compile` works
+under a memory cgroup of --host-memory that the kernel enforces, and `tightfit-compile prove` serves the result under
+the board's budget. Needs free disk for the model and twice the bundle; everything is deleted afterwards (--keep).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.big_model import generate, shape_for
+from bench.machine import describe_machine
+from compile.limits import limited
+from targets.bundle import read_manifest
+from targets.tensor import human, parse_size
+
+RESULTS = Path(__file__).parent / "results"
+BOARD = "raspberry-pi-5-4gb"
+ROWS = 16
+PHASE = re.compile(r"^(read|transform|quantize and write|verify|plan memory|finish): ([\d.]+) s", re.MULTILINE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=parse_size, default=parse_size("12GB"), help="bytes of parameters")
+    parser.add_argument("--dtype", choices=("float32", "float16"), default="float32")
+    parser.add_argument("--scheme", default="int4")
+    parser.add_argument("--host-memory", type=parse_size, default=parse_size("1GiB"), help="limit of the compiler")
+    parser.add_argument("--folder", type=Path, help="where to work; by default a temporary folder")
+    parser.add_argument("--keep", action="store_true", help="keep model and bundle")
+    parser.add_argument(
+        "--name", default="", help="file name of the results, without suffix; by default none are saved"
+    )
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tightfit-large-", dir=options.folder) as name:
+        folder = options.folder if options.keep and options.folder else Path(name)
+        figures = run(folder, options)
+    print(json.dumps(figures, indent=1))
+    if options.name:
+        path = RESULTS / options.name
+        path.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
+        path.with_suffix(".md").write_text(report(figures))
+
+
+def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Generate, compile, measure the floor, prove; every figure by name, seconds and bytes."""
+    shape = shape_for(options.size, options.dtype)
+    model, bundle = folder / f"big-{options.dtype}.onnx", folder / f"big-{options.dtype}.tfb"
+    data = model.with_name(model.name + ".data")
+    if not data.exists():
+        generate(model, shape)
+    compiled = compile_limited(model, bundle, shape.hidden, options)
+    written = sum(entry.nbytes for entry in read_manifest(bundle).files)
+    floor = {"read_s": dd_read(data), "write_s": dd_write(folder, written)}
+    manifest = read_manifest(bundle)
+    return {
+        "machine": describe_machine("onnxruntime", "numpy"),
+        "model": {
+            "parameters": shape.parameters,
+            "bytes": shape.nbytes,
+            "dtype": options.dtype,
+            "hidden": shape.hidden,
+        },
+        "bundle": {
+            "bytes": written,
+            "segments": len(manifest.segments),
+            "residency": manifest.segments[0].residency.value,
+            "run_phase_bytes": manifest.plan.phase("run").total_bytes,
+            "budget_bytes": manifest.plan.budget_bytes,
+        },
+        "errors": [
+            {"segment": e.segment, "isolated": e.isolated, "accumulated": e.accumulated}
+            for e in manifest.verification.segments
+        ],
+        "end_to_end_relative_l2": manifest.verification.outputs[0].relative_l2,
+        "floor": floor,
+        "compile": compiled,
+        "ratio_quantize": round(compiled["phases"]["quantize and write"] / sum(floor.values()), 2),
+        "ratio_all": round(compiled["seconds"] / sum(floor.values()), 2),
+        "prove": prove(bundle),
+    }
+
+
+def compile_limited(model: Path, bundle: Path, hidden: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Compile under an enforced limit: seconds, phases, the kernel's own peak."""
+    drop_caches()
+    command = [sys.executable, "-m", "compile", str(model), "--target", BOARD, "--scheme", options.scheme]
+    command += ["--shape", f"x=1,1..{ROWS},{hidden}", "--host-memory", str(options.host_memory), "--overwrite"]
+    command += ["-o", str(bundle)]
+    with limited(options.host_memory) as limit:
+        started = time.monotonic()
+        done = subprocess.run(limit.command(command), capture_output=True, text=True, check=False)
+        seconds = time.monotonic() - started
+        charged = limit.charged()
+        if done.returncode:
+            sys.exit(f"the compiler ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+        return {
+            "limit_bytes": options.host_memory,
+            "mechanism": limit.mechanism,
+            "oom_kills": limit.oom_kills(),
+            "peak_bytes": charged.peak if charged else None,
+            "seconds": round(seconds, 1),
+            "phases": {name: float(taken) for name, taken in PHASE.findall(done.stderr)},
+        }
+
+
+def drop_caches() -> None:
+    """Start from a cold page cache where this process may say so."""
+    subprocess.run(["sync"], check=True)
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        print("the page cache stays warm: no right to drop it", file=sys.stderr)
+
+
+def dd_read(path: Path) -> float:
+    """Seconds to read a file once, cold."""
+    drop_caches()
+    return _timed(["dd", f"if={path}", "of=/dev/null", "bs=8M", "status=none"])
+
+
+def dd_write(folder: Path, nbytes: int) -> float:
+    """Seconds to write as many bytes and have them on disk."""
+    target = folder / "floor.bin"
+    try:
+        count = f"count={-(-nbytes // (8 << 20))}"
+        return _timed(["dd", "if=/dev/zero", f"of={target}", "bs=8M", count, "conv=fsync", "status=none"])
+    finally:
+        target.unlink(missing_ok=True)
+
+
+def _timed(command: list[str]) -> float:
+    started = time.monotonic()
+    subprocess.run(command, check=True)
+    return round(time.monotonic() - started, 1)
+
+
+def prove(bundle: Path) -> dict[str, Any]:
+    """What `tightfit-compile prove` found, or why it ended."""
+    command = [sys.executable, "-m", "compile", "prove", str(bundle), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        return {"exit": done.returncode, "error": done.stderr.strip()[-500:]}
+    return {"exit": done.returncode, **found}
+
+
+def report(figures: dict[str, Any]) -> str:
+    """The figures for people."""
+    model, bundle, compiled, floor = (figures[key] for key in ("model", "bundle", "compile", "floor"))
+    lines = [
+        f"# {model['bytes'] / 1e9:.1f} GB of {model['dtype']} parameters, compiled in {human(compiled['limit_bytes'])}",
+        "",
+        f"{model['parameters'] / 1e9:.2f} G parameters (transformer blocks of width {model['hidden']}, heavy-tailed",
+        f"weights with outlier channels) for `{BOARD}`. Made by `python -m bench.large_model`.",
+        "",
+        "| step | seconds | share of the floor |",
+        "|---|---:|---:|",
+        f"| floor: dd reads the source | {floor['read_s']} | |",
+        f"| floor: dd writes the result, fsync | {floor['write_s']} | |",
+    ]
+    total = sum(floor.values())
+    lines += [f"| {name} | {taken} | {taken / total:.2f} |" for name, taken in compiled["phases"].items()]
+    peak = human(compiled["peak_bytes"]) if compiled["peak_bytes"] else "not counted"
+    lines += [
+        f"| **everything** | {compiled['seconds']} | {figures['ratio_all']} |",
+        "",
+        f"Limit: {compiled['mechanism']}, {human(compiled['limit_bytes'])}, peak {peak} (page cache included), "
+        f"{compiled['oom_kills']} kills.",
+        "",
+        f"Bundle: {human(bundle['bytes'])} in {bundle['segments']} segments, residency {bundle['residency']}; the "
+        f"plan's run phase is {human(bundle['run_phase_bytes'])} of {human(bundle['budget_bytes'])}.",
+        "",
+        f"Relative L2 end to end {figures['end_to_end_relative_l2']}; by segment (isolated / accumulated): "
+        + ", ".join(f"{e['segment']}: {e['isolated']:.3g} / {e['accumulated']:.3g}" for e in figures["errors"])
+        + ".",
+        "",
+        "What `prove` measured:",
+        "",
+        "```json",
+        json.dumps(figures["prove"], indent=1),
+        "```",
+        "",
+        "Measured on: " + ", ".join(f"{key} {value}" for key, value in figures["machine"].items()) + ".",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
