@@ -35,13 +35,13 @@ def external_bytes(path: Path) -> int:
         return sum(_length(path.parent, entry) for entry in _model(memoryview(path.read_bytes())))
     except OSError as error:
         raise AgentError(f"{path.name} cannot be read: {error.strerror}") from None
-    except (ValueError, IndexError):
+    except (ValueError, IndexError, RecursionError):
         raise AgentError(f"{path.name} is not an ONNX graph", "copy the bundle again") from None
 
 
 def _length(folder: Path, entry: dict[str, str]) -> int:
     if "length" in entry:
-        return int(entry["length"])
+        return max(int(entry["length"]), 0)
     return (folder / entry.get("location", "")).stat().st_size
 
 

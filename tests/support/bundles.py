@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from targets.bundle import (
     FileEntry,
     Manifest,
     Quantization,
+    Residency,
     SampleTensor,
     Segment,
     Source,
     Verification,
     dumps,
     file_sha256,
+    read_manifest,
 )
 from targets.tensor import Contract, DimRange, DType, TensorSpec
 
@@ -220,3 +223,47 @@ def growing(folder: Path) -> Path:
     n, y = dense("n", DType.INT64, 1), dense("y", DType.FLOAT32, "many", largest=16)
     model = model_of([helper.make_node("ConstantOfShape", ["n"], ["y"])], [n], [y])
     return write_bundle(folder, [model], Contract((n,), (y,), {}))
+
+
+def chain(
+    folder: Path,
+    residencies: Sequence[Residency],
+    layers: int = 1,
+    width: int = 256,
+    int4: bool = False,
+    **changes: Any,
+) -> Path:
+    """One segment per residency, `layers` products with a [width,width] weight in each; FP32[rows,width] in and out.
+
+    The products are float32 MatMul, or MatMulNBits (4 bits, blocks of 32).
+    """
+    rng = np.random.default_rng(0)
+    names = ["x", *(f"cut{step}" for step in range(1, len(residencies))), "y"]
+    specs = [dense(name, DType.FLOAT32, "rows", width, largest=4 * width) for name in names]
+    models = []
+    for step, (start, end) in enumerate(itertools.pairwise(specs)):
+        nodes, weights, value = [], {}, start.name
+        for layer in range(layers):
+            weight, product = f"w{step}.{layer}", f"p{step}.{layer}"
+            made = end.name if layer == layers - 1 else f"h{step}.{layer}"
+            if int4:
+                weights[weight] = rng.integers(0, 256, (width, width // 32, 16), np.uint8)
+                weights[f"{weight}.scales"] = rng.random(width * width // 32, np.float32) / width
+                attributes = {"K": width, "N": width, "bits": 4, "block_size": 32, "accuracy_level": 4}
+                inputs = [value, weight, f"{weight}.scales"]
+                nodes.append(helper.make_node("MatMulNBits", inputs, [product], domain="com.microsoft", **attributes))
+            else:
+                weights[weight] = rng.standard_normal((width, width), np.float32) / np.float32(np.sqrt(width))
+                nodes.append(helper.make_node("MatMul", [value, weight], [product]))
+            nodes.append(helper.make_node("Tanh", [product], [made]))
+            value = made
+        model = model_of(nodes, [start], [end], weights)
+        model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+        models.append(model)
+    contract = Contract((specs[0],), (specs[-1],), {"rows": DimRange(1, 1, 4)})
+    sample = {"x": np.ones((1, width), np.float32)}
+    write_bundle(folder, models, contract, sample)
+    manifest = read_manifest(folder)
+    placed = zip(manifest.segments, residencies, strict=True)
+    segments = tuple(msgspec.structs.replace(segment, residency=residency) for segment, residency in placed)
+    return rewrite(folder, manifest, segments=segments, **changes)
