@@ -110,5 +110,5 @@ def test_the_plan_counts_every_part_once_for_each_phase() -> None:
     assert made.phase("run").total_bytes == fixed + 30 + 1000 + 200 + 512 + 7 + 2 * 33
     assert made.budget_bytes == budget_bytes(board)
     check_plan(made, made.budget_bytes)
-    with pytest.raises(BudgetError, match="phase (load|run) needs"):
+    with pytest.raises(BudgetError, match=r"phase (load|run) needs"):
         check_plan(made, max(phase.total_bytes for phase in made.phases) - 1)
