@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,8 @@ UInt8 = npt.NDArray[np.uint8]
 # Rows are transformed in slabs of about this many bytes of float32: large enough for numpy to be efficient,
 # small enough that the temporaries (about five times this) are nothing beside a runtime.
 SLAB_BYTES = 8 << 20
+# Slabs at a time. Two reach what the memory of a small host gives; each more costs five slabs.
+WORKERS = 2
 # A scale below this may have no finite reciprocal; weights that small are coded as zero.
 _TINY = np.finfo(np.float32).tiny
 
@@ -152,7 +155,9 @@ def quantize_matrix(name: str, weight: npt.NDArray[np.floating], transposed: boo
     codes = np.empty(form.code_shape(n, k), np.uint8)
     scales = np.empty((n, form.blocks(k)), np.float32)
     zeros = np.empty(form.zero_point_shape(n, k), np.uint8) if form.zero_point else None
-    for start, stop in _slabs(n, k):
+
+    def quantize_slab(bounds: tuple[int, int]) -> None:
+        start, stop = bounds
         slab = weight[start:stop].T if transposed else weight[:, start:stop]
         columns = np.ascontiguousarray(slab, dtype=np.float32)
         check_finite(name, columns)
@@ -160,6 +165,15 @@ def quantize_matrix(name: str, weight: npt.NDArray[np.floating], transposed: boo
         codes[start:stop], scales[start:stop] = part.codes, part.scales
         if zeros is not None and part.zero_points is not None:
             zeros[start:stop] = part.zero_points
+
+    slabs = list(_slabs(n, k))
+    if len(slabs) == 1:
+        quantize_slab(slabs[0])
+    else:
+        # numpy computes outside the interpreter lock; slabs write to rows of their own.
+        with ThreadPoolExecutor(WORKERS, "quantize") as pool:
+            for _ in pool.map(quantize_slab, slabs):
+                pass
     return BlockQuantized(codes, scales, zeros)
 
 
