@@ -172,17 +172,28 @@ PREFERENCE = {
 }
 
 
+# Above this share of the budget the heap is tight: mapped weights are as fast while they stay in memory, and can be
+# evicted when something else needs it.
+ROOMY = 2 / 3
+
+
 def choose(
     board: Board, arena: Arena, needs: Footprint, slots: int, requested: Residency | None, quantized: bool
 ) -> tuple[Residency, MemoryPlan]:
     """The first residency whose plan stays inside the board's budget, or the requested one; and its plan.
 
-    When none does, the last one's plan is returned: `check_plan` then says what is too large.
+    Of several, one that would fill more than `ROOMY` of the budget with memory that cannot be evicted is passed over.
+    When none fits, the last one's plan is returned: `check_plan` then says what is too large.
     """
     tried = (requested,) if requested else PREFERENCE[quantized]
     for residency in tried:
         made = plan(board, arena, needs, slots, residency)
-        if all(phase.total_bytes <= made.budget_bytes for phase in made.phases):
+        most = (
+            made.budget_bytes
+            if residency is tried[-1] or residency is not Residency.HEAP
+            else ROOMY * made.budget_bytes
+        )
+        if all(phase.total_bytes <= most for phase in made.phases):
             break
     return residency, made
 
