@@ -77,7 +77,7 @@ class DataLimit:
     def command(self, command: Sequence[str]) -> list[str]:
         return ["sh", "-c", f'ulimit -d {max(self.nbytes >> 10, 1)} && exec "$@"', "sh", *command]
 
-    def charged(self) -> None:
+    def charged(self) -> Charged | None:
         return None
 
     def oom_kills(self) -> int:

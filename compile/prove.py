@@ -6,9 +6,10 @@ what is compared is the model: its weights, its activations, its slots.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +25,15 @@ from compile.serving import (
     Service,
     ServiceError,
     drop_from_page_cache,
+    finalise_command,
     largest_request,
     needs_finalise,
+    serve_command,
     started,
 )
 from targets.board import Board, board_names, load_board
-from targets.budget import KINDS, Phase, check_plan
-from targets.bundle import Manifest, read_manifest, verify_files
+from targets.budget import FINALISE, KINDS, Phase, check_plan
+from targets.bundle import Manifest, Residency, read_manifest, verify_files
 from targets.errors import BoardError, BudgetError
 from targets.tensor import human
 
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 NOISE_BYTES = 3 << 20
 """How much two runs of the agent with a model of one operator differ: heaps of two interpreters, stacks of threads."""
+NOTHING = Peak(Mapped(), Mapped(), (), 0, 0)
 PROCESSES = ("gateway", "engine")
 _NOT_INSTALLED = "is not installed"
 
@@ -124,15 +128,22 @@ class Proof(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One service from its start to its end; `failure` says what ended it early, `killed` which process was killed."""
+    """One service from its start to its end: peaks by phase, and which phases were gone through.
 
-    load: Peak
-    run: Peak
-    ready: bool
+    `failure` says what ended it early, `killed` which process was killed.
+    """
+
+    phases: dict[str, Peak]
+    done: tuple[str, ...]
     charged: Charged | None
     oom_kills: int
     failure: str = ""
     killed: str = ""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the service was loaded and said so."""
+        return LOAD in self.done
 
 
 Limiter = Callable[[int], "AbstractContextManager[Limit]"]
@@ -159,25 +170,35 @@ def prove(
     progress.phase("check files", sum(entry.nbytes for entry in manifest.files))
     verify_files(bundle, manifest, progress.advance)
     nbytes = manifest.plan.budget_bytes if limit is None else limit
-    with limiter(nbytes) as hard, tempfile.TemporaryDirectory(prefix="tightfit-prove-") as name:
-        folder = Path(name)
+    with limiter(nbytes) as hard, _folders(bundle, manifest) as (folder, cache):
         if not hard.exact:
             progress.warn(_INEXACT.format(mechanism=hard.mechanism))
         progress.phase("measure the runtime alone")
         fixed = measure_fixed(manifest, folder, timeout_s)
         progress.phase(f"load and fill {manifest.plan.slots} slots under {human(nbytes)} ({hard.mechanism})")
-        seen = run_service(bundle, manifest, hard, folder, rounds, timeout_s)
-    if _NOT_INSTALLED in seen.failure and not seen.ready:
+        seen = run_service(bundle, manifest, hard, folder, cache, rounds, timeout_s)
+    if _NOT_INSTALLED in seen.failure and not seen.done:
         raise OptionError(seen.failure)
     return _judge(manifest, hard, fixed, seen, rounds)
+
+
+@contextlib.contextmanager
+def _folders(bundle: Path, manifest: Manifest) -> Iterator[tuple[Path, Path | None]]:
+    """A temporary folder, and where finalised weights go: on the bundle's own disk, because /tmp may be memory."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tightfit-prove-"))
+        cache = None
+        if needs_finalise(manifest):
+            cache = stack.enter_context(tempfile.TemporaryDirectory(prefix=".tightfit-prove-", dir=bundle.parent))
+        yield Path(folder), Path(cache) if cache else None
 
 
 def measure_fixed(manifest: Manifest, folder: Path, timeout_s: float) -> Run:
     """The same service with a model of one operator and as many slots, not limited. Raises OptionError."""
     out = folder / "empty.tfb"
     compile_model(_one_operator(folder), _board_of(manifest), out, Options(slots=manifest.plan.slots))
-    empty = read_manifest(out)
-    run = run_service(out, empty, None, folder, 2, timeout_s)
+    cache = folder / "finalised" if needs_finalise(manifest) else None
+    run = run_service(out, read_manifest(out), None, folder, cache, 2, timeout_s, Residency.MAPPED)
     if run.failure:
         raise OptionError(f"the agent cannot serve here: {run.failure}")
     return run
@@ -205,50 +226,72 @@ def _board_of(manifest: Manifest) -> Board:
 
 
 def run_service(
-    bundle: Path, manifest: Manifest, limit: Limit | None, folder: Path, rounds: int, timeout_s: float
+    bundle: Path,
+    manifest: Manifest,
+    limit: Limit | None,
+    folder: Path,
+    cache: Path | None,
+    rounds: int,
+    timeout_s: float,
+    residency: Residency | None = None,
 ) -> Run:
-    """Start the agent, fill its slots `rounds` times, end it; returns the peaks and what went wrong, if anything."""
+    """Finalise into `cache` if there is one, serve, fill all slots `rounds` times, end; what was seen and went wrong.
+
+    `residency` is what `finalise` is told where the bundle does not say so itself.
+    """
     body, headers = largest_request(bundle, manifest)
     drop_from_page_cache(bundle, manifest)
-    ready, failure = False, ""
+    charged = limit.charged if limit else lambda: None
+    weights = (bundle, cache.resolve()) if cache else (bundle,)
+    phases: dict[str, Peak] = {}
+    done: list[str] = []
+    failure = killed = ""
+    counted: Charged | None = None
 
-    def go(service: Service, sampler: Sampler) -> None:
-        nonlocal ready
+    def watch(command: list[str], task: Callable[[Service, Sampler], None], *names: str) -> None:
+        nonlocal failure, killed, counted
+        with started(command, limit, folder) as service:
+            with Sampler(service.process.pid, weights, charged) as sampler:
+                try:
+                    task(service, sampler)
+                except ServiceError as error:
+                    failure = str(error)
+            killed = ("gateway" if service.was_killed else "engine") if limit and limit.oom_kills() else ""
+        phases.update({name: sampler.peak(phase) for name, phase in zip(names, (LOAD, RUN), strict=False)})
+        counted = sampler.charged
+
+    def finalise(service: Service, _: Sampler) -> None:
+        service.wait_end(timeout_s)
+        done.append(FINALISE)
+
+    def serve(service: Service, sampler: Sampler) -> None:
         service.wait_ready(timeout_s)
-        ready = True
+        done.append(LOAD)
         sampler.serving()
         for _ in range(rounds):
             service.fill(manifest, body, headers, timeout_s)
+        done.append(RUN)
 
-    charged = limit.charged if limit else lambda: None
-    with started(bundle, manifest, limit, folder, timeout_s) as service:
-        with Sampler(service.process.pid, _weight_folders(bundle, manifest), charged) as sampler:
-            try:
-                go(service, sampler)
-            except ServiceError as error:
-                failure = str(error)
-        kills = limit.oom_kills() if limit else 0
-        killed = ("gateway" if service.was_killed else "engine") if kills else ""
-    return Run(sampler.peak(LOAD), sampler.peak(RUN), ready, sampler.charged, kills, failure, killed)
-
-
-def _weight_folders(bundle: Path, manifest: Manifest) -> tuple[Path, ...]:  # noqa: ARG001
-    return (bundle,)
+    if cache:
+        watch(finalise_command(bundle, cache, residency), finalise, FINALISE)
+    if not failure:
+        # What the empty bundle was finalised for, it is not served from: it has nothing to map.
+        watch(serve_command(bundle, folder, None if residency else cache, timeout_s), serve, LOAD, RUN)
+    return Run(phases, tuple(done), counted, limit.oom_kills() if limit else 0, failure, killed)
 
 
 def _judge(manifest: Manifest, limit: Limit, fixed: Run, seen: Run, rounds: int) -> Proof:
     """Set what was seen beside the plan, and say what that means."""
     plan = manifest.plan
-    finished = seen.ready and not seen.failure
-    phases = (
-        _phase(plan.phase(LOAD), fixed.load, seen.load, bool(seen.run.samples)),
-        _phase(plan.phase(RUN), fixed.run, seen.run, finished),
+    phases = tuple(
+        _phase(phase, fixed.phases.get(phase.name, NOTHING), seen.phases.get(phase.name, NOTHING), seen.done)
+        for phase in plan.phases
     )
     runtime = plan.phase(RUN).term("runtime")
     cost = Fixed(
         runtime.nbytes if runtime else 0,
-        max(fixed.load.own.anonymous, fixed.run.own.anonymous),
-        max(fixed.load.own.libraries, fixed.run.own.libraries),
+        max(peak.own.anonymous for peak in fixed.phases.values()),
+        max(peak.own.libraries for peak in fixed.phases.values()),
     )
     verdict, reason = _verdict(manifest, limit, seen, phases)
     return Proof(
@@ -274,7 +317,7 @@ def _charged(charged: Charged) -> dict[str, int]:
     return {"anonymous": charged.anonymous, "file": charged.file, "shared": charged.shared, "peak": charged.peak}
 
 
-def _phase(phase: Phase, fixed: Peak, seen: Peak, complete: bool) -> PhaseProof:
+def _phase(phase: Phase, fixed: Peak, seen: Peak, done: tuple[str, ...]) -> PhaseProof:
     runtime = phase.term("runtime")
     taken = {runtime.kind: runtime.nbytes} if runtime else {}
     predicted = {kind: phase.kind_bytes(kind) - taken.get(kind, 0) for kind in KINDS}
@@ -285,7 +328,7 @@ def _phase(phase: Phase, fixed: Peak, seen: Peak, complete: bool) -> PhaseProof:
     own = {kind: nbytes - base[kind] for kind, nbytes in _kinds(seen.own).items()}
     unseen = max(seen.unseen - fixed.unseen, 0)
     parts = {name: a - b for name, a, b in zip(PROCESSES, seen.anonymous, fixed.anonymous, strict=False)}
-    return PhaseProof(phase.name, predicted, measured, own, parts, unseen, complete)
+    return PhaseProof(phase.name, predicted, measured, own, parts, unseen, phase.name in done)
 
 
 def _kinds(seen: Mapped) -> dict[str, int]:
@@ -298,7 +341,7 @@ def _verdict(manifest: Manifest, limit: Limit, seen: Run, phases: tuple[PhasePro
     where = f"under {human(limit.nbytes)} ({limit.mechanism})"
     if seen.oom_kills:
         times = "once" if seen.oom_kills == 1 else f"{seen.oom_kills} times"
-        when = "while it served requests" if seen.ready else "while it loaded"
+        when = "while it served requests" if seen.ready else "before it was ready"
         said = f"; the agent said: {seen.failure}" if seen.killed == "engine" and seen.failure else ""
         return Verdict.DOES_NOT_FIT, f"the kernel's OOM killer ended the {seen.killed} {when} {where} ({times}){said}"
     if seen.failure and (seen.ready or not limit.exact):
@@ -348,6 +391,3 @@ def _notes(limit: Limit, fixed: Fixed, phases: tuple[PhaseProof, ...], seen: Run
             "The plan counts them whole; the kernel can drop them."
         )
     return notes
-
-
-__all__ = ["NOISE_BYTES", "Fixed", "PhaseProof", "Proof", "Run", "Verdict", "needs_finalise", "prove"]

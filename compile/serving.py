@@ -28,6 +28,7 @@ from targets.tensor import DType, TensorSpec
 
 # The agent of this very installation, whatever else the interpreter would find.
 _ROOT = Path(__file__).parents[1]
+_AGENT = (sys.executable, "-m", "agent")
 _END_S = 30.0
 # A reader's buffer: answers are thrown away, never held.
 _READ_BYTES = 1 << 20
@@ -52,7 +53,7 @@ class ServiceError(TightfitError):
 
 
 class Service:
-    """A `tightfit-agent serve` under a limit; made by `started`."""
+    """A `tightfit-agent` under a limit; made by `started`."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self.process = process
@@ -72,6 +73,15 @@ class Service:
             self.process.wait(_END_S)
             raise ServiceError(self.last_words() or f"the agent ended with code {self.process.returncode}")
         self.url = line.split()[-1]
+
+    def wait_end(self, timeout_s: float) -> None:
+        """Until the command is done. Raises ServiceError when it failed, with what it said."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise ServiceError(f"it was not done within {timeout_s:g} s") from None
+        if code:
+            raise ServiceError(self.last_words() or f"the agent ended with code {code}")
 
     def fill(self, manifest: Manifest, body: bytes, headers: dict[str, str], timeout_s: float) -> None:
         """As many requests at the same time as there are slots; returns when all are answered.
@@ -137,14 +147,24 @@ def _error_in(body: bytes) -> str:
     return body[:300].decode("utf-8", errors="replace")
 
 
-@contextlib.contextmanager
-def started(bundle: Path, manifest: Manifest, limit: Limit | None, folder: Path, timeout_s: float) -> Iterator[Service]:
-    """The agent, starting; its log and its configuration stand in `folder`. It is ended with the context."""
-    config, log = folder / "agent.toml", folder / "agent.log"
+def serve_command(bundle: Path, folder: Path, cache: Path | None, timeout_s: float) -> list[str]:
+    """`tightfit-agent serve` on a free port, with a configuration in `folder` that refuses nothing for its size."""
+    config = folder / "agent.toml"
     config.write_text(_CONFIG.format(seconds=min(timeout_s, 86_400.0)), encoding="utf-8")
-    command = [sys.executable, "-m", "agent", "serve", "--config", str(config), "--bundle", str(bundle), "--port", "0"]
-    if needs_finalise(manifest):
-        command.append("--finalise")
+    command = [*_AGENT, "serve", "--config", str(config), "--bundle", str(bundle), "--port", "0"]
+    return [*command, "--cache", str(cache)] if cache else command
+
+
+def finalise_command(bundle: Path, cache: Path, residency: Residency | None = None) -> list[str]:
+    """`tightfit-agent finalise` into `cache`."""
+    command = [*_AGENT, "finalise", str(bundle), "--cache", str(cache), "--os-reserve-mib", "0"]
+    return [*command, "--residency", residency.value] if residency else command
+
+
+@contextlib.contextmanager
+def started(command: list[str], limit: Limit | None, folder: Path) -> Iterator[Service]:
+    """The agent, starting; its log stands in `folder`. It is ended with the context."""
+    log = folder / "agent.log"
     with log.open("w", encoding="utf-8") as stderr:
         process = subprocess.Popen(
             limit.command(command) if limit else command,
