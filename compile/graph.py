@@ -18,7 +18,7 @@ from compile.errors import ModelError
 from targets.tensor import DType, human
 
 __all__ = [
-    "DTYPES", "constant", "contract_dtype", "dims_of", "external_files",
+    "DTYPES", "STORAGE", "constant", "contract_dtype", "dims_of", "external_files",
     "graphs_of", "ir", "load_model", "nodes_of", "weight_nbytes"
 ]  # fmt: skip
 
@@ -27,6 +27,9 @@ logging.getLogger("onnx_ir").setLevel(logging.ERROR)
 
 # Protobuf cannot hold more in one message, so a larger file is not an ONNX model with inline weights.
 MAX_PROTO_BYTES = (1 << 31) - 1
+
+STORAGE = "tightfit.storage"
+"""Metadata key of a tensor: tensors with equal values here have equal bytes and are stored once."""
 
 # First bytes of files that people take for ONNX models: (offset, bytes, what it is, what to do).
 _NOT_ONNX: tuple[tuple[int, bytes, str, str], ...] = (

@@ -110,7 +110,10 @@ def verified_prefix(weights: Path, records: Iterator[Record]) -> tuple[list[Reco
             if record.offset < end:
                 break
             attempt = whole.copy()
-            attempt.update(file.read(record.offset - end))
+            padding = file.read(record.offset - end)
+            if padding.strip(b"\0"):
+                break
+            attempt.update(padding)
             digest = hashlib.sha256()
             left = record.nbytes
             while left and (data := file.read(min(left, READ_BYTES))):

@@ -8,6 +8,7 @@ Equal input, options and versions give equal bytes: order follows the graph, not
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -19,9 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from compile.backends.ort_lowering import STORAGE
 from compile.errors import OptionError
-from compile.graph import dims_of, ir
+from compile.graph import STORAGE, dims_of, ir
 from compile.journal import Journal, Record, verified_prefix
 from targets.bundle import MANIFEST, FileEntry, Manifest, dumps
 
@@ -41,6 +41,7 @@ class BundleWriter:
         self.out = out
         self.folder = out.with_name(out.name + ".partial")
         self.overwrite = overwrite
+        self._scratch = self.folder / "scratch"
         self._journal = Journal(self.folder, head)
         self._lock = -1
         self.inline_bytes = 0
@@ -57,6 +58,7 @@ class BundleWriter:
             self._take_lock()
             if not self._journal.resumable():
                 _clear(self.folder)
+            shutil.rmtree(self._scratch, ignore_errors=True)
         except OSError as error:
             raise OptionError(f"cannot write {self.out}: {error.strerror}", "choose a folder you can write") from None
         return self
@@ -89,6 +91,15 @@ class BundleWriter:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
         self._files[path] = FileEntry(path, len(data), hashlib.sha256(data).hexdigest())
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """An empty folder on the bundle's disk, which is no part of the bundle; a kill leaves it to the next run."""
+        self._scratch.mkdir()
+        try:
+            yield self._scratch
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     @contextlib.contextmanager
     def weights(self, path: str) -> Iterator[TensorSink]:
@@ -124,21 +135,45 @@ class BundleWriter:
         """Write the manifest, make everything durable, and let the bundle appear under its name at once."""
         (self.folder / MANIFEST).write_bytes(dumps(manifest))
         self._journal.remove()
+        self._drop_leftovers()
         for path in sorted(p for p in self.folder.rglob("*") if p.is_file()):
             _fsync(path)
         if self.out.exists():
-            old = self.out.with_name(self.out.name + ".old")
-            shutil.rmtree(old, ignore_errors=True)
-            self.out.rename(old)
-            try:
-                self.folder.rename(self.out)
-            except OSError:
-                old.rename(self.out)
-                raise
-            shutil.rmtree(old)
+            _replace(self.folder, self.out)
         else:
             self.folder.rename(self.out)
         _fsync(self.out.parent)
+
+    def _drop_leftovers(self) -> None:
+        """Delete what an interrupted run left and this one did not write: its assets may have been others."""
+        for path in list(self.folder.rglob("*")):
+            if path.is_file() and path.relative_to(self.folder).as_posix() not in (*self._files, MANIFEST):
+                path.unlink()
+        for path in sorted((p for p in self.folder.rglob("*") if p.is_dir()), reverse=True):
+            if not any(path.iterdir()):
+                path.rmdir()
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def _replace(new: Path, old: Path) -> None:
+    """Put a folder in the place of another and delete the other, at once where the kernel and the disk can do that."""
+    with contextlib.suppress(AttributeError):
+        arguments = (_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE)
+        if ctypes.CDLL(None).renameat2(*arguments) == 0:
+            shutil.rmtree(new)
+            return
+    aside = old.with_name(old.name + ".old")
+    shutil.rmtree(aside, ignore_errors=True)
+    old.rename(aside)
+    try:
+        new.rename(old)
+    except OSError:
+        aside.rename(old)
+        raise
+    shutil.rmtree(aside)
 
 
 def _clear(folder: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from compile.backends.base import Lowered
-from compile.graph import constant, dims_of, ir, nodes_of
+from compile.graph import STORAGE, constant, dims_of, ir, nodes_of
 from compile.passes.base import run_passes
 from compile.passes.normalize import LiftOpset
 from compile.quantize.blockwise import BlockFormat, Once, quantize_matrix
@@ -30,8 +30,6 @@ CONTRIB = "com.microsoft"
 MIN_ELEMENTS = 1024
 # DequantizeLinear has had an axis since opset 13.
 CONV_OPSET = 13
-STORAGE = "tightfit.storage"
-"""Metadata key of a tensor: tensors with equal values here have equal bytes and are stored once."""
 
 # Counted even where their weights are few or computed, so that the report accounts for every one.
 _ALWAYS_COUNTED = ("MatMul", "Gemm", "Conv")
