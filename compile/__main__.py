@@ -179,7 +179,8 @@ def main() -> None:
     except KeyboardInterrupt:
         code = _INTERRUPTED
     if code == _INTERRUPTED:
-        sys.stderr.write(f"{PROGRAM}: interrupted, nothing was written\n")
+        again = "; the same command goes on where it was" if arguments[0] == "compile" else ""
+        sys.stderr.write(f"{PROGRAM}: interrupted{again}\n")
     sys.exit(code)
 
 

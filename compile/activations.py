@@ -48,7 +48,7 @@ class ActivationCache:
         if self._used + array.nbytes > self._limit:
             raise DataError(
                 f"the activations between segments need more than {human(self._limit)} of disk",
-                "verify on fewer samples (--samples), or give more (--activation-cache)",
+                "verify on fewer or smaller samples (--samples, --calib), or make room",
             )
         path = self._folder / f"{self._count:06}.bin"
         self._count += 1

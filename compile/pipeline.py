@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -124,6 +123,7 @@ def compile_model(
     Raises a TightfitError that names what is wrong; then `out` is as it was before.
     """
     progress = progress or Progress()
+    _check_options(options)
     runtime = backend(board.runtime.name)
     scheme = choose_scheme(options.scheme, board)
     work = _transform(source, board, options, runtime, scheme, progress)
@@ -131,7 +131,7 @@ def compile_model(
         parts, weights, weight_bytes = _write_segments(writer, work, runtime, digests, progress)
 
         progress.phase("verify")
-        errors, segment_errors = _verify(source, out, options, runtime, work, parts)
+        errors, segment_errors = _verify(source, writer, options, runtime, work, parts)
 
         progress.phase("plan memory")
         contract, residency, plan = _plan(board, options, runtime, work, parts, weights)
@@ -199,10 +199,27 @@ class _Work:
         return [value.name or "" for value in self.model.graph.outputs]
 
 
+def _check_options(options: Options) -> None:
+    """What can be refused before the model is looked at."""
+    segment_limit(options.host_memory)
+    if options.max_error is not None and not options.max_error >= 0:
+        raise OptionError(f"--max-error {options.max_error} is no limit", "give a number that is zero or more")
+    names = [path.name for path in options.assets]
+    for path in options.assets:
+        if names.count(path.name) > 1:
+            raise OptionError(f"two assets are named {path.name}", "rename one")
+        try:
+            with path.open("rb") as file:
+                file.read(1)
+        except OSError as error:
+            raise OptionError(f"cannot read asset {path}: {error.strerror}") from None
+
+
 def _transform(
     source: Path, board: Board, options: Options, runtime: Backend, scheme: Scheme, progress: Progress
 ) -> _Work:
     """Read the model and do everything to it that needs no weights."""
+    name = _model_name(options.name or source.stem)
     progress.phase("read")
     model = load_model(source)
     _check_opset(model, board)
@@ -221,7 +238,7 @@ def _transform(
     _strip_metadata(model)
     head = {"source": stamp.described(), "board": board_digest(board), "options": options.recorded(), **_tools(runtime)}
     return _Work(
-        name=_model_name(options.name or source.stem),
+        name=name,
         model=model,
         dims=dims,
         inputs=inputs,
@@ -240,15 +257,15 @@ def _transform(
 
 
 def _verify(
-    source: Path, out: Path, options: Options, runtime: Backend, work: _Work, parts: Sequence[Part]
+    source: Path, writer: BundleWriter, options: Options, runtime: Backend, work: _Work, parts: Sequence[Part]
 ) -> tuple[tuple[OutputError, ...], tuple[SegmentError, ...]]:
     """Run source and result on the samples; what crosses between segments is kept on the disk of the bundle."""
     compiled = [
         Link(part.path.stem, part.inputs, part.outputs, functools.partial(runtime.load, part.path, work.settings))
         for part in parts
     ]
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
-        cache = ActivationCache(Path(folder), shutil.disk_usage(folder).free // 2)
+    with writer.scratch() as folder:
+        cache = ActivationCache(folder, shutil.disk_usage(folder).free // 2)
         chain = _source_chain(source, options, runtime, parts)
         return verify(chain, compiled, work.samples, work.results, cache, work.error_limit)
 

@@ -13,6 +13,7 @@ from typing import Any
 from compile.errors import ModelError
 from compile.graph import external_files, ir
 from targets.bundle import Source, file_sha256
+from targets.errors import TightfitError
 
 # How far hashing runs in front of the work: it reads sequentially, and what it read the work then finds in memory.
 AHEAD_BYTES = 128 << 20
@@ -36,13 +37,29 @@ class SourceStamp:
         """What a resumed compilation compares: names, sizes and times, and the graph file's digest."""
         return {"sha256": file_sha256(self.file), "files": [list(entry) for entry in self.seen]}
 
+    def check_unchanged(self) -> None:
+        """Raise ModelError naming the file that is not as it was."""
+        for seen, path in zip(self.seen, (self.file, *(path for _, path in self.weights)), strict=True):
+            try:
+                info = path.stat()
+            except OSError:
+                info = None
+            if info is None or seen[1:] != (info.st_size, info.st_mtime_ns):
+                raise ModelError(f"{path} changed while it was compiled", "compile it again")
+
     @contextlib.contextmanager
     def hashing(self) -> Iterator[Digests]:
-        """Hash the files beside the work, in a thread: the pages that quantizing reads are then read once."""
+        """Hash the files beside the work, in a thread: the pages that quantizing reads are then read once.
+
+        Where the work fails and the files are not as they were, that is what is said.
+        """
         digests = Digests(self)
         digests.start()
         try:
             yield digests
+        except TightfitError:
+            self.check_unchanged()
+            raise
         finally:
             digests.stop()
 
@@ -101,12 +118,7 @@ class Digests:
         self._thread.join()
         if self._error is not None:
             raise ModelError(f"cannot read {self._error.filename}: {self._error.strerror}", "check the source model")
-        try:
-            now = _look(self._stamp.file, self._stamp.weights)
-        except OSError:
-            now = ()
-        if now != self._stamp.seen:
-            raise ModelError(f"{self._stamp.file} or its weights changed while it was compiled", "compile it again")
+        self._stamp.check_unchanged()
         return Source(self._stamp.file.name, self._model, self._weights.hexdigest() if self._stamp.weights else "")
 
 
