@@ -46,9 +46,9 @@ class Journal:
     def resumable(self) -> bool:
         """Whether what stands in the folder was begun by an equal compilation."""
         try:
-            with self._path.open("r", encoding="utf-8") as file:
-                return file.readline().rstrip("\n") == self._head
-        except (OSError, UnicodeDecodeError):
+            with self._path.open("rb") as file:
+                return file.readline() == self._head.encode() + b"\n"
+        except OSError:
             return False
 
     def records(self) -> Iterator[Record]:
