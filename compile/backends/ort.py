@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,14 @@ def session_settings(scheme: Scheme) -> dict[str, str]:  # noqa: ARG001 - part o
 class OrtModel:
     """A loaded model; `run` takes and gives numpy arrays."""
 
-    def __init__(self, model: Path | bytes, options: onnxruntime.SessionOptions) -> None:
+    def __init__(self, model: Path | bytes, options: onnxruntime.SessionOptions, disabled: Sequence[str] = ()) -> None:
         name = model.name if isinstance(model, Path) else "the source model"
         try:
             self._session = onnxruntime.InferenceSession(
-                str(model) if isinstance(model, Path) else model, options, providers=["CPUExecutionProvider"]
+                str(model) if isinstance(model, Path) else model,
+                options,
+                providers=["CPUExecutionProvider"],
+                disabled_optimizers=list(disabled),
             )
         except Exception as error:  # noqa: BLE001 - its exceptions share no base class
             raise VerificationError(f"onnxruntime cannot load {name}: {one_line(error)}") from None
@@ -94,7 +97,11 @@ def load_mapped(model: ir.Model, folder: Path) -> OrtModel:
         "session.model_external_initializers_file_folder_path": str(folder),
         "session.intra_op.allow_spinning": "0",
     }
-    return OrtModel(ir.to_proto(model).SerializeToString(), make_options(settings))
+    options = make_options(settings)
+    # What a kernel makes is given back when nobody reads it any more, and nothing is computed from weights in advance:
+    # a widened FP16 weight must live no longer than its kernel.
+    options.enable_cpu_mem_arena = False
+    return OrtModel(ir.to_proto(model).SerializeToString(), options, disabled=["ConstantFolding"])
 
 
 def make_options(settings: Mapping[str, str]) -> onnxruntime.SessionOptions:

@@ -62,7 +62,8 @@ def _free_from_output(value: ir.Value, graph: ir.Graph | ir.Function | None) -> 
 class InferShapes(Pass):
     """ONNX shape inference; large weights are kept out, since over 2 GB it returns an empty graph.
 
-    Shapes that name dimensions are inferred anew: the exporter's names are older than the ranges bound since.
+    Shapes are inferred anew, but for fixed outputs: the exporter's names are older than the ranges bound since, and
+    some say what is not so, which a runtime only notices where a segment takes the value as its input.
     """
 
     def apply(self, model: ir.Model) -> None:
@@ -70,7 +71,7 @@ class InferShapes(Pass):
             value: value.shape
             for node in model.graph
             for value in node.outputs
-            if value.shape is not None and not value.shape.is_static()
+            if value.shape is not None and not (value.shape.is_static() and value.is_graph_output())
         }
         for value in stale:
             value.shape = None

@@ -35,12 +35,11 @@ class WidenHalf(Pass):
                 for value in graph.inputs:
                     _widen_type(value)
         for graph in graphs_of(model):
-            for value in list(graph.initializers.values()):
+            places = _places(graph)
+            given = model.graph.inputs if graph is model.graph else ()
+            for value in [*graph.initializers.values(), *given]:
                 if value.dtype == _HALF or (value.const_value is not None and value.const_value.dtype == _HALF):
-                    _cast_behind(model, graph, value)
-        for value in list(model.graph.inputs):
-            if value.dtype == _HALF:
-                _cast_behind(model, model.graph, value)
+                    _cast_behind(model, graph, value, places)
         for index in narrow:
             _narrow_output(model.graph, index)
 
@@ -71,8 +70,11 @@ def _widen_type(value: ir.Value) -> None:
         value.dtype = _FLOAT
 
 
-def _cast_behind(model: ir.Model, graph: ir.Graph, value: ir.Value) -> None:
-    """Let everything that reads `value` read a Cast of it instead."""
+def _cast_behind(model: ir.Model, graph: ir.Graph, value: ir.Value, places: _Places) -> None:
+    """Let everything that reads `value` read a Cast of it instead.
+
+    The Cast stands in front of the first reader, so that a segment of the graph holds its own weights and no others.
+    """
     uses = list(value.uses())
     wide = ir.node("Cast", [value], {"to": int(_FLOAT)}, name=f"{value.name}.widen")
     result = wide.outputs[0]
@@ -84,10 +86,32 @@ def _cast_behind(model: ir.Model, graph: ir.Graph, value: ir.Value) -> None:
             for index, output in enumerate(body.outputs):
                 if output is value:
                     body.outputs[index] = result
-    if len(graph):
-        graph.insert_before(graph[0], wide)
+    readers = [places[use.node] for use in uses if use.node in places]
+    if readers:
+        graph.insert_before(min(readers, key=lambda place: place[0])[1], wide)
     else:
         graph.append(wide)
+
+
+_Places = dict[ir.Node, tuple[int, ir.Node]]
+"""Every node of a graph and of its subgraphs -> the node of the graph itself that it belongs to, and its position."""
+
+
+def _places(graph: ir.Graph) -> _Places:
+    places: _Places = {}
+    for at, node in enumerate(graph):
+        places[node] = at, node
+        for attribute in node.attributes.values():
+            bodies = (
+                [attribute.as_graph()]
+                if attribute.type == ir.AttributeType.GRAPH
+                else list(attribute.as_graphs())
+                if attribute.type == ir.AttributeType.GRAPHS
+                else []
+            )
+            for body in bodies:
+                places.update(dict.fromkeys(ir.traversal.RecursiveGraphIterator(body), (at, node)))
+    return places
 
 
 def _narrow_output(graph: ir.Graph, index: int) -> None:
