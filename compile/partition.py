@@ -35,7 +35,8 @@ def cut(positions: Sequence[Position], limit: int) -> list[int]:
     """
     ends: list[int] = []
     start = 0
-    while start < len(positions):
+    # A graph without nodes, which hands on inputs or constants, is one segment too.
+    while not ends or start < len(positions):
         start = _next_end(positions, start, limit)
         ends.append(start)
     return ends

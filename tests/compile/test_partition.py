@@ -40,8 +40,8 @@ def test_every_node_is_in_exactly_one_segment_and_none_is_empty(problem: tuple[l
     nodes, limit = problem
     ends = cut(nodes, limit)
     assert ends == sorted(set(ends))
-    assert ends[-1:] == ([len(nodes)] if nodes else [])
-    assert all(0 < end <= len(nodes) for end in ends)
+    assert ends[-1] == len(nodes)
+    assert ends[0] > 0 or not nodes
     assert all(nodes[end - 1].crossing is not None for end in ends[:-1])
 
 
