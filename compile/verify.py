@@ -15,6 +15,7 @@ from compile.activations import ActivationCache
 from compile.backends.base import Model
 from compile.calibrate import Sample
 from compile.errors import VerificationError
+from compile.host import give_back
 from targets.bundle import OutputError, SegmentError
 
 # Without quantization only the order of float32 sums may differ.
@@ -145,6 +146,8 @@ def _run_source(chain: Sequence[Link], wanted: Collection[str], samples: int, ca
             made = model.run({name: cache.get(_SOURCE, name, index) for name in link.inputs})
             for name in link.outputs:
                 cache.put(_SOURCE, name, index, _output(made, name))
+        del model
+        give_back()
         done = {n for n in (*link.inputs, *link.outputs) if last.get(n, -1) <= at and n not in wanted}
         _drop(cache, (_SOURCE,), done, samples)
 
@@ -164,6 +167,8 @@ def _verify_link(
             isolated[name].add(reference, _output(own, name))
             accumulated[name].add(reference, _output(chained, name))
             cache.put(_COMPILED, name, index, _output(chained, name))
+    del model
+    give_back()
     ends.update({name: comparison for name, comparison in accumulated.items() if name in results})
     return SegmentError(
         link.name,

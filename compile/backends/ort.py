@@ -101,6 +101,7 @@ def load_mapped(model: ir.Model, folder: Path) -> OrtModel:
     # What a kernel makes is given back when nobody reads it any more, and nothing is computed from weights in advance:
     # a widened FP16 weight must live no longer than its kernel.
     options.enable_cpu_mem_arena = False
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     return OrtModel(ir.to_proto(model).SerializeToString(), options, disabled=["ConstantFolding"])
 
 

@@ -8,9 +8,7 @@ agent's engine.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import gc
 import json
 import subprocess
 import sys
@@ -26,6 +24,7 @@ from compile.backends.base import Part, Step, Tensors, Trace
 from compile.calibrate import read_npz
 from compile.errors import VerificationError
 from compile.graph import ir
+from compile.host import give_back
 
 # One observed run; a model that needs longer is not going to serve anybody.
 OBSERVE_TIMEOUT_S = 3600
@@ -147,8 +146,7 @@ def _run_part(
     for name in [name for name in values if name not in later]:
         del values[name]
     del made
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back()
     return answer
 
 

@@ -10,6 +10,7 @@ from onnxscript.version_converter import ConvertVersionPass
 
 from compile.errors import ModelError
 from compile.graph import ir, nodes_of
+from compile.host import give_back
 from compile.passes.base import Pass
 
 
@@ -76,6 +77,7 @@ class InferShapes(Pass):
         for value in stale:
             value.shape = None
         common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+        give_back()
         for value, shape in stale.items():
             if value.shape is None:
                 value.shape = shape
