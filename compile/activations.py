@@ -41,7 +41,8 @@ class ActivationCache:
         self._stored: dict[tuple[str, str, int], _Stored] = {}
 
     def put(self, model: str, name: str, sample: int, array: npt.NDArray[Any]) -> None:
-        """Keep a copy of `array`."""
+        """Keep a copy of `array`, in the place of one that was put there before."""
+        self.drop(model, name, sample)
         if array.dtype == object or array.nbytes < IN_MEMORY_BYTES:
             self._stored[model, name, sample] = _Stored(array.copy(), None, array.dtype, array.shape)
             return

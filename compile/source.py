@@ -13,7 +13,6 @@ from typing import Any
 from compile.errors import ModelError
 from compile.graph import external_files, ir
 from targets.bundle import Source, file_sha256
-from targets.errors import TightfitError
 
 # How far hashing runs in front of the work: it reads sequentially, and what it read the work then finds in memory.
 AHEAD_BYTES = 128 << 20
@@ -57,7 +56,7 @@ class SourceStamp:
         digests.start()
         try:
             yield digests
-        except TightfitError:
+        except Exception:
             self.check_unchanged()
             raise
         finally:
