@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,10 @@ def test_the_digests_are_those_of_the_files(source: Path) -> None:
         assert digests.source().weights_sha256 != found.weights_sha256
 
 
-def test_hashing_that_nobody_waits_for_ends() -> None:
-    stamp = SourceStamp(Path(__file__), (), (("a", 1 << 40, 0),))
-    with pytest.raises(ZeroDivisionError), stamp.hashing() as digests:
-        digests.reached(0 / 0)
+def test_hashing_ends_with_the_work(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compile.source.AHEAD_BYTES", -1)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt), SourceStamp.of(source, load_model(source)).hashing() as digests:  # noqa: PT012
+        digests.reached(0.5)
+        raise KeyboardInterrupt
+    assert threading.active_count() == before
