@@ -18,8 +18,9 @@ KIB = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """The cheap counters of one process: memory files and everything resident now, and the kernel's peak (bytes)."""
+    """The cheap counters of one process: resident now by kind and in all, and the kernel's peak (bytes)."""
 
+    anonymous: int
     shared: int
     resident: int
     peak_resident: int
@@ -51,10 +52,10 @@ def status_of(pid: int) -> Status | None:
     fields = dict(_SIZES.findall(text))
     if "VmRSS" not in fields:
         return None
-    return Status(*(int(fields.get(name, 0)) * KIB for name in ("RssShmem", "VmRSS", "VmHWM")))
+    return Status(*(int(fields.get(name, 0)) * KIB for name in ("RssAnon", "RssShmem", "VmRSS", "VmHWM")))
 
 
-_SIZES = re.compile(r"^(RssShmem|VmRSS|VmHWM):\s+(\d+) kB$", re.MULTILINE)
+_SIZES = re.compile(r"^(RssAnon|RssShmem|VmRSS|VmHWM):\s+(\d+) kB$", re.MULTILINE)
 
 
 def forget_peak(pid: int) -> None:

@@ -62,8 +62,8 @@ class PhaseProof(msgspec.Struct, frozen=True):
 
     `measured` is the moment of the largest sum; `own_peaks` are those of each kind by itself, which need not coincide;
     `anonymous` is that kind by process.
-    `unseen` is what the kernel's own peak of each process has above its largest sample, F_rt's part taken off; it is
-    part of the measured total.
+    `unseen` bounds what may have been missed: the kernel's own peak of each process above the largest that was seen of
+    it, less the same of F_rt. It counts library pages too.
     """
 
     name: str
@@ -80,7 +80,7 @@ class PhaseProof(msgspec.Struct, frozen=True):
 
     @property
     def measured_total(self) -> int | None:
-        return None if self.measured is None else max(sum(self.measured.values()) + self.unseen, 0)
+        return None if self.measured is None else max(sum(self.measured.values()), 0)
 
     @property
     def holds(self) -> bool:

@@ -56,8 +56,6 @@ def _add(table: Table, phase: PhaseProof) -> None:
         seen = phase.measured[kind] if phase.measured else None
         if phase.predicted[kind] or seen:
             _row(table, phase, kind, phase.predicted[kind], seen)
-    if phase.measured and phase.unseen:
-        table.add_row(phase.name, "between samples", "", human(phase.unseen), "")
     _row(table, phase, "[bold]total", phase.predicted_total, phase.measured_total)
     table.add_section()
 

@@ -14,7 +14,8 @@ from compile.processes import Mapped, Status, forget_peak, mapped_of, status_of,
 LOAD, RUN = "load", "run"
 # Reading page tables costs about a millisecond per 100 MB; a sample then waits at least as long as it took.
 _PAUSE_S = 0.01
-# Reading the counters of a process is cheap, and says to a few milliseconds when loading ends and with what peak.
+# The counters of a process are cheap: anonymous memory, where kernels' scratch comes and goes, is read more often. They
+# also say to a few milliseconds when loading ends.
 _POLL_S = 0.002
 
 
@@ -23,8 +24,8 @@ class Peak:
     """One phase (bytes). `at` is the moment of the largest anonymous + weights + shared, `anonymous` that of each
     process then, the gateway first; `own` each kind's own peak.
 
-    `unseen` is what the kernel's peak of each process (VmHWM) has above the largest sample of that process: no spike
-    between two samples was larger.
+    `unseen` is what the kernel's peak of each process (VmHWM) has above the largest that was seen of that process: no
+    spike was larger. It also holds library pages, so it is a bound and no measurement.
     """
 
     at: Mapped
@@ -39,9 +40,15 @@ class _Phase:
     at: Mapped = dataclasses.field(default_factory=Mapped)
     own: Mapped = dataclasses.field(default_factory=Mapped)
     anonymous: tuple[int, ...] = ()
+    last: Mapped = dataclasses.field(default_factory=Mapped)
     resident: dict[int, int] = dataclasses.field(default_factory=dict)
     kept: dict[int, int] = dataclasses.field(default_factory=dict)
     samples: int = 0
+
+    def count(self, seen: Mapped, anonymous: tuple[int, ...]) -> None:
+        if service_bytes(seen) > service_bytes(self.at):
+            self.at, self.anonymous = seen, anonymous
+        self.own = Mapped(*map(max, dataclasses.astuple(self.own), dataclasses.astuple(seen)))
 
     def peak(self) -> Peak:
         unseen = sum(max(self.kept[pid] - self.resident.get(pid, 0), 0) for pid in self.kept)
@@ -103,14 +110,15 @@ class Sampler:
             took = time.monotonic() - began
 
     def _poll(self) -> None:
-        """Keep the peaks of loading, and notice its end."""
-        while self._now == LOAD and not self._stop.wait(_POLL_S):
+        while not self._stop.wait(_POLL_S):
             statuses = _statuses(self._pids)
             with self._lock:
-                if self._now == LOAD and any(status.shared for status in statuses.values()):
+                if any(status.shared for status in statuses.values()):
                     self._begin_run(self._pids)
-                elif self._now == LOAD:
-                    self._keep_peaks(statuses)
+                phase = self._phases[self._now]
+                self._keep_peaks(phase, statuses)
+                anonymous = tuple(status.anonymous for status in statuses.values())
+                phase.count(dataclasses.replace(phase.last, anonymous=sum(anonymous)), anonymous)
 
     def _sample(self) -> None:
         pids = self._pids = tree_of(self._pid)
@@ -118,14 +126,12 @@ class Sampler:
         parts = [mapped_of(pid, self._folders) for pid in statuses]
         charged = self._charged()
         with self._lock:
-            if self._now == LOAD and any(part.shared for part in parts):
+            if any(part.shared for part in parts):
                 self._begin_run(pids)
-                statuses = _statuses(pids)
-            resident = self._phases[self._now].resident
-            for pid, status in statuses.items():
-                resident[pid] = max(resident.get(pid, 0), status.resident)
-            self._keep_peaks(statuses)
-            self._count(parts)
+            phase = self._phases[self._now]
+            phase.samples += 1
+            phase.last = sum(parts, Mapped())
+            phase.count(phase.last, tuple(part.anonymous for part in parts))
             self._count_charged(charged)
 
     def _begin_run(self, pids: Sequence[int]) -> None:
@@ -134,22 +140,11 @@ class Sampler:
             for pid in pids:
                 forget_peak(pid)
 
-    def _keep_peaks(self, statuses: Mapping[int, Status]) -> None:
-        kept = self._phases[self._now].kept
-        kept.update({pid: status.peak_resident for pid, status in statuses.items()})
-
-    def _count(self, parts: Sequence[Mapped]) -> None:
-        phase = self._phases[self._now]
-        seen = sum(parts, Mapped())
-        phase.samples += 1
-        if service_bytes(seen) > service_bytes(phase.at):
-            phase.at, phase.anonymous = seen, tuple(part.anonymous for part in parts)
-        phase.own = Mapped(
-            max(phase.own.anonymous, seen.anonymous),
-            max(phase.own.shared, seen.shared),
-            max(phase.own.weights, seen.weights),
-            max(phase.own.libraries, seen.libraries),
-        )
+    @staticmethod
+    def _keep_peaks(phase: _Phase, statuses: Mapping[int, Status]) -> None:
+        for pid, status in statuses.items():
+            phase.resident[pid] = max(phase.resident.get(pid, 0), status.resident)
+            phase.kept[pid] = status.peak_resident
 
     def _count_charged(self, seen: Charged | None) -> None:
         if seen is not None:

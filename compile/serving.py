@@ -86,6 +86,7 @@ class Service:
     def fill(self, manifest: Manifest, body: bytes, headers: dict[str, str], timeout_s: float) -> None:
         """As many requests at the same time as there are slots; returns when all are answered.
 
+        Each holds its last byte back until all have sent the rest, so that all slots are taken before one is free.
         Raises ServiceError with the first answer that is not 200, or with what became of the connection.
         """
         slots = manifest.plan.slots
@@ -94,10 +95,12 @@ class Service:
 
         def one() -> None:
             try:
-                barrier.wait()
-                self._infer(manifest.name, body, headers, timeout_s)
+                self._infer(f"/v2/models/{manifest.name}/infer", body, headers, timeout_s, barrier)
+            except threading.BrokenBarrierError:
+                pass  # another request failed, and said why
             except (OSError, http.client.HTTPException, ServiceError) as error:
                 failures.put(str(error) or type(error).__name__)
+                barrier.abort()
 
         threads = [threading.Thread(target=one, daemon=True) for _ in range(slots)]
         for thread in threads:
@@ -107,10 +110,18 @@ class Service:
         if not failures.empty():
             raise ServiceError(failures.get())
 
-    def _infer(self, name: str, body: bytes, headers: dict[str, str], timeout_s: float) -> None:
+    def _infer(
+        self, path: str, body: bytes, headers: dict[str, str], timeout_s: float, barrier: threading.Barrier
+    ) -> None:
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=timeout_s)
         try:
-            connection.request("POST", f"/v2/models/{name}/infer", body, headers)
+            connection.putrequest("POST", path)
+            for name, text in {**headers, "Content-Length": str(len(body))}.items():
+                connection.putheader(name, text)
+            connection.endheaders()
+            connection.send(memoryview(body)[:-1])
+            barrier.wait()
+            connection.send(body[-1:])
             response = connection.getresponse()
             if response.status != 200:
                 raise ServiceError(f"{response.status} {_error_in(response.read(_READ_BYTES))}")

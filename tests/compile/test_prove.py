@@ -217,7 +217,7 @@ def test_ratios() -> None:
     assert ratio(110, 100) == 1.1
     assert ratio(110, 0) is None
     assert ratio(110, None) is None
-    phase = PhaseProof("run", {"anonymous": 10}, {"anonymous": 7}, unseen=2)
+    phase = PhaseProof("run", {"anonymous": 10}, {"anonymous": 9}, unseen=2)
     assert (phase.predicted_total, phase.measured_total, phase.holds) == (10, 9, True)
     assert PhaseProof("run", {"anonymous": 10}, None, complete=False).measured_total is None
 
