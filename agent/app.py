@@ -18,6 +18,7 @@ from agent.config import Config
 from agent.gateway import Gateway
 from agent.http.protocol import address_of, listen, runner_of
 from agent.http.v2 import V2
+from agent.laid_out import FinaliseError, locate
 from agent.models import Model, machine_budget, open_model
 from agent.telemetry import Telemetry
 from targets.bundle import Residency
@@ -48,6 +49,8 @@ def serve(config: Config, announce: Announce) -> None:
             "the plan was made for another residency: it says nothing of the memory that this one takes",
             chosen=config.engine.residency, planned=",".join(planned),
         )  # fmt: skip
+    if Residency.UNPACKED in model.residencies and model.manifest.quantization.quantized:
+        log.get("gateway").warning("unpacked is for float weights: quantized ones may run many times slower")
     if model.to_lay_out:
         model = dataclasses.replace(model, finalised=_laid_out(config, model))
     uvloop.run(_serve(config, model, announce))
@@ -57,8 +60,8 @@ def _laid_out(config: Config, model: Model) -> Path:
     """The folder with the model's laid-out segments, made now if the configuration says so."""
     cache = Path(config.engine.cache) if config.engine.cache else None
     try:
-        return finalise.locate(model, cache)
-    except finalise.FinaliseError:
+        return locate(model, cache)
+    except FinaliseError:
         if not config.engine.finalise_on_start:
             raise
 

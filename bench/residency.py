@@ -212,7 +212,7 @@ def report(figures: dict[str, Any]) -> str:
     lines = [
         "# Where the weights are",
         "",
-        "Generated decoders, served by the real agent; PSS of the engine process in MiB, Python and the runtime included.",
+        "Generated decoders, served by the real agent; PSS of the engine process in MiB, with Python and runtime.",
         "p50 at the client, 1 and 16 rows a request.",
         "Made by `python -m bench.residency`.",
         "",

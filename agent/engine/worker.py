@@ -22,7 +22,7 @@ from agent.backends.base import ArenaOptions, Array, BackendError, SessionOption
 from agent.engine.channel import Done, Failed, Layout, Load, Ready, Run, RunError, Slab, receive_in_engine, send
 from agent.engine.residency import Sessions, Source, trim_heap
 from agent.errors import AgentError, Reason, RefusedError
-from agent.finalise import check_runtime, laid_out_files
+from agent.laid_out import check_runtime, laid_out_files
 from agent.memory import pss_by_kind
 from agent.models import LAID_OUT
 from agent.strings import pack_strings, unpack_strings

@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agent import finalise
+from agent import finalise, laid_out
 from agent.cpu import Cpu, this_cpu
-from agent.finalise import JOURNAL, Finalised, FinaliseError, Machine, caches, folder_of, locate, this_machine
+from agent.laid_out import JOURNAL, STATE, Finalised, FinaliseError, Machine, caches, folder_of, locate, this_machine
 from agent.models import Model, open_model
 from targets.budget import Phase, Term
 from targets.bundle import Residency, file_sha256, read_manifest
@@ -34,7 +34,7 @@ BUDGET = 3400 * MIB
 @pytest.fixture(autouse=True)
 def _state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each test its own, whatever this machine has; the agents that are started inherit it."""
-    monkeypatch.setenv(finalise.STATE, str(tmp_path / "state"))
+    monkeypatch.setenv(STATE, str(tmp_path / "state"))
 
 
 @pytest.fixture
@@ -149,12 +149,12 @@ def test_a_person_chooses_another_residency_later(bundle: Path) -> None:
 def test_the_state_folder_comes_first_when_it_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle, state = tmp_path / "x.tfb", tmp_path / "state"
     beside = tmp_path / "x.tfb.finalised"
-    monkeypatch.setattr(finalise, "STATE_FOLDER", state)
-    monkeypatch.setenv(finalise.STATE, "")
+    monkeypatch.setattr(laid_out, "STATE_FOLDER", state)
+    monkeypatch.setenv(STATE, "")
     assert caches(bundle, None) == [beside, state / "finalised"]
     state.mkdir()
     assert caches(bundle, None) == [state / "finalised", beside]
-    monkeypatch.setenv(finalise.STATE, str(tmp_path / "own"))
+    monkeypatch.setenv(STATE, str(tmp_path / "own"))
     assert caches(bundle, None) == [tmp_path / "own" / "finalised", beside]
     assert caches(bundle, tmp_path / "c") == [tmp_path / "c"]
 

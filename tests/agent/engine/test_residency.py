@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import threading
 from collections.abc import Mapping, Sequence
@@ -9,15 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import helper
 
 from agent.backends.base import ArenaOptions, Array, BackendError, SessionOptions
 from agent.engine.residency import Sessions, Source
-from agent.finalise import STATE
+from agent.laid_out import STATE
 from agent.memory import pss_by_kind
 from targets.bundle import Residency
+from targets.tensor import Contract, DType
 from tests.support import bundles
 from tests.support.agents import Agent, run_agent, serving
-from tests.support.bundles import MIB
+from tests.support.bundles import MIB, dense, model_of
 
 HEAP, MAPPED, STREAMED, UNPACKED = Residency.HEAP, Residency.MAPPED, Residency.STREAMED, Residency.UNPACKED
 
@@ -220,6 +223,23 @@ def test_a_streamed_segment_that_is_gone_is_that_requests_error(tmp_path: Path) 
         assert ask(agent, 2) == expected
 
 
+def test_values_outlive_the_segment_that_gave_them(tmp_path: Path) -> None:
+    """Even a weight that is an output as it stands, whose file is no longer mapped when it is read."""
+    x, h, c, y = (dense(name, DType.FLOAT32, 512) for name in "xhcy")
+    weight = np.arange(512, dtype=np.float32)
+    first = model_of([helper.make_node("Identity", ["x"], ["h"])], [x], [h, c], {"c": weight})
+    second = model_of([helper.make_node("Add", ["h", "c"], ["y"])], [h, c], [y])
+    bundle = bundles.write_bundle(tmp_path / "constant.tfb", [first, second], Contract((x,), (c, y), {}))
+    finalise(bundle, "--residency", "streamed")
+    with serving(bundle, tmp_path / "log", "--residency", "streamed") as agent:
+        for _ in range(3):
+            status, text, _ = agent.post(
+                {"inputs": [{"name": "x", "datatype": "FP32", "shape": [512], "data": [0.0] * 512}]}
+            )
+            assert status == 200, text
+            assert [output["data"] for output in json.loads(text)["outputs"]] == [weight.tolist()] * 2
+
+
 def test_memory_by_residency(tmp_path: Path) -> None:
     """60 MiB of weights in three segments: on the heap, in the file, two thirds of them at most, in the file."""
     bundle = bundles.chain(tmp_path / "big.tfb", [HEAP] * 3, layers=5, width=1024)
@@ -233,6 +253,6 @@ def test_memory_by_residency(tmp_path: Path) -> None:
     anonymous = {residency: kinds["anonymous"] for residency, kinds in memory.items()}
     file = {residency: kinds["file"] for residency, kinds in memory.items()}
     assert anonymous[HEAP] - anonymous[MAPPED] > 50 * MIB
-    assert anonymous[HEAP] - anonymous[STREAMED] > 50 * MIB
+    assert anonymous[HEAP] - anonymous[STREAMED] > 40 * MIB  # a tensor may be on its way just now
     assert file[MAPPED] - file[HEAP] > 50 * MIB
     assert file[MAPPED] - file[STREAMED] > 15 * MIB
