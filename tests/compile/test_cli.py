@@ -266,6 +266,25 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
         ["--target", BOARD, "--shape", "x=1,64", "--asset", "/nowhere/labels.txt"],
         "cannot read asset /nowhere/labels.txt: No such file",
     ),
+    "an asset that is a folder": (
+        ["--target", BOARD, "--shape", "x=1,64", "--asset", "/"],
+        "cannot read asset /: Is a",
+    ),
+    "two assets of one name": (
+        ["--target", BOARD, "--shape", "x=1,64", "--asset", __file__, "--asset", __file__],
+        "two assets are named test_cli.py",
+    ),
+    "no number for a limit": (["--target", BOARD, "--shape", "x=1,64", "--max-error", "nan"], "nan is no limit"),
+    "a negative limit": (["--target", BOARD, "--shape", "x=1,64", "--max-error", "-1"], "-1.0 is no limit"),
+    "too little memory": (
+        ["--target", BOARD, "--shape", "x=1,64", "--host-memory", "100MiB"],
+        "--host-memory 100.0 MiB is too little .*the compiler itself needs 800.0 MiB",
+    ),
+    "no size": (["--target", BOARD, "--shape", "x=1,64", "--host-memory", "much"], "much"),
+    "unknown residency": (
+        ["--target", BOARD, "--shape", "x=1,64", "--residency", "map"],
+        "unknown residency 'map'.*did you mean 'mapped'",
+    ),
     "too large an error": (
         ["--target", BOARD, "--shape", "x=1,64", "--scheme", "int4", "--max-error", "1e-6"],
         "relative L2 .* limit 1e-06",
@@ -278,6 +297,13 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
 def test_options_that_do_not_fit(tightfit: Run, tmp_path: Path, kind: str) -> None:
     options, words = OPTIONS[kind]
     refused(tightfit, tmp_path, words, mlp(tmp_path, "n"), *options)
+
+
+def test_options_are_checked_before_the_model_is_read(tightfit: Run, tmp_path: Path) -> None:
+    for options, words in (["--asset", "/nowhere/a.txt"], "cannot read asset"), (["--max-error", "nan"], "no limit"):
+        done = tightfit(tmp_path / "missing.onnx", "--target", BOARD, "-o", tmp_path / "m.tfb", *options)
+        assert done.code == 2
+        assert words in done.err
 
 
 def test_a_scheme_the_board_cannot_execute(tightfit: Run, tmp_path: Path) -> None:

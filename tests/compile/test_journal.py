@@ -186,6 +186,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], bool]] = {
     "journal without records": (lambda p: os.truncate(p / JOURNAL, 50), False),
     "journal deleted": (lambda p: (p / JOURNAL).unlink(), False),
     "journal of garbage": (lambda p: (p / JOURNAL).write_bytes(b"\xff\0{}\n" * 9), False),
+    "activations of a verification": (
+        lambda p: (p / "scratch").mkdir() or (p / "scratch/000000.bin").write_bytes(b"x"),
+        True,
+    ),
     "a stranger's file": (lambda p: (p / "assets").mkdir() or (p / "assets/x.txt").write_text("x"), True),
 }
 

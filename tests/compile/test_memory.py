@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from compile.backends.base import Step, Trace, WeightFootprint
-from compile.memory import ALIGNMENT, Footprint, activation_buffers, arena_in_practice, place, plan
+from compile.memory import ALIGNMENT, PREFERENCE, Footprint, activation_buffers, arena_in_practice, choose, place, plan
 from targets.arena import Buffer, check_arena, lower_bound
-from targets.board import load_board
-from targets.budget import budget_bytes, check_plan
+from targets.board import MIB, Board, load_board
+from targets.budget import FINALISE, budget_bytes, check_plan
 from targets.bundle import Residency
 from targets.errors import BudgetError
 
@@ -103,12 +104,96 @@ def test_a_model_that_no_arena_holds_is_refused() -> None:
 def test_the_plan_counts_every_part_once_for_each_phase() -> None:
     board = load_board("raspberry-pi-5-4gb")
     arena = place((Buffer("a", 0, 1, 512),))
-    needs = Footprint([WeightFootprint(1000, 200, 30, 500)], workspace=7, slot=11)
+    needs = Footprint([WeightFootprint(1000, 200, 30, 500)], workspace=7, slot=11, inputs=4)
     made = plan(board, arena, needs, slots=3, residency=Residency.HEAP)
     fixed = board.memory.runtime_fixed_mib << 20
     assert made.phase("load").total_bytes == fixed + 30 + 1000 + 200 + 500
-    assert made.phase("run").total_bytes == fixed + 30 + 1000 + 200 + 512 + 7 + 2 * 33
+    assert made.phase("run").total_bytes == fixed + 30 + 1000 + 200 + 512 + 7 + 3 * 11 + 3 * 2 * 4
     assert made.budget_bytes == budget_bytes(board)
     check_plan(made, made.budget_bytes)
     with pytest.raises(BudgetError, match=r"phase (load|run) needs"):
         check_plan(made, max(phase.total_bytes for phase in made.phases) - 1)
+
+
+def board_of(budget: int) -> Board:
+    """A board that leaves about `budget` bytes for the service."""
+    board = load_board("raspberry-pi-5-4gb")
+    total = -(-budget * 100 // 85 // MIB)
+    changed = msgspec.structs.replace(
+        board.memory, mem_total_mib=total, physical_mib=total, os_reserve_mib=1, runtime_fixed_mib=150
+    )
+    return msgspec.structs.replace(board, memory=changed)
+
+
+ARENA = place((Buffer("a", 0, 1, 8 * MIB),))
+SEGMENTS = [WeightFootprint(heap=300 * MIB, mapped=10 * MIB, session=MIB, largest=100 * MIB)] * 4
+
+
+@pytest.mark.parametrize(
+    ("quantized", "megabytes", "expected"),
+    [
+        (True, 3000, Residency.HEAP),
+        (True, 2300, Residency.HEAP),
+        # The heap would fit (1504), but fill more than two thirds with what cannot be evicted.
+        (True, 1600, Residency.MAPPED),
+        (True, 1450, Residency.MAPPED),
+        (True, 1300, Residency.STREAMED),
+        (True, 850, Residency.STREAMED),
+        (False, 2300, Residency.HEAP),
+        (False, 1450, Residency.UNPACKED),
+        (False, 1300, Residency.STREAMED),
+    ],
+)
+def test_weights_move_out_of_memory_as_the_budget_shrinks(quantized: bool, megabytes: int, expected: Residency) -> None:
+    needs = Footprint(SEGMENTS, workspace=MIB, slot=MIB)
+    residency, made = choose(board_of(megabytes * MIB), ARENA, needs, 2, None, quantized)
+    assert residency is expected
+    check_plan(made, made.budget_bytes)
+    laid_out = residency in (Residency.MAPPED, Residency.STREAMED)
+    assert [phase.name for phase in made.phases] == ([FINALISE] if laid_out else []) + ["load", "run"]
+    weights = made.phase("run").term("weights")
+    assert weights is not None
+    assert (weights.nbytes > 0) is (residency is Residency.HEAP)
+
+
+def test_when_nothing_fits_the_checker_says_what_is_too_large() -> None:
+    needs = Footprint(SEGMENTS, workspace=MIB, slot=MIB)
+    residency, made = choose(board_of(500 * MIB), ARENA, needs, 2, None, quantized=True)
+    assert residency is Residency.STREAMED
+    with pytest.raises(BudgetError, match=r"phase finalise needs .*weights 300\.0 MiB"):
+        check_plan(made, made.budget_bytes)
+
+
+@pytest.mark.parametrize("requested", Residency)
+def test_a_residency_that_was_asked_for_is_kept_if_it_fits_or_not(requested: Residency) -> None:
+    needs = Footprint(SEGMENTS, workspace=MIB, slot=MIB)
+    for megabytes in (8000, 1600):
+        residency, made = choose(board_of(megabytes * MIB), ARENA, needs, 2, requested, quantized=True)
+        assert residency is requested
+        assert made == plan(board_of(megabytes * MIB), ARENA, needs, 2, requested)
+        check_plan(made, made.budget_bytes)
+    with pytest.raises(BudgetError):
+        check_plan(choose(board_of(400 * MIB), ARENA, needs, 2, requested, quantized=True)[1], 400 * MIB)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 500), st.integers(0, 500), st.integers(1, 100)), min_size=1, max_size=6),
+    st.integers(300, 8000),
+    st.booleans(),
+)
+def test_what_fits_in_some_way_is_compiled(parts: list[tuple[int, int, int]], megabytes: int, quantized: bool) -> None:
+    weights = [WeightFootprint(heap * MIB, mapped * MIB, MIB, min(heap, one) * MIB) for heap, mapped, one in parts]
+    needs, board = Footprint(weights, workspace=0, slot=MIB), board_of(megabytes * MIB)
+    residency, _ = choose(board, ARENA, needs, 2, None, quantized)
+    assert residency in PREFERENCE[quantized]
+
+    def fits(each: Residency) -> bool:
+        try:
+            check_plan(plan(board, ARENA, needs, 2, each), budget_bytes(board))
+        except BudgetError:
+            return False
+        return True
+
+    assert fits(residency) is any(fits(each) for each in PREFERENCE[quantized])
+    # Streaming is slowest: only what fits in no other way.
+    assert residency is not Residency.STREAMED or not any(fits(each) for each in PREFERENCE[quantized][:-1])

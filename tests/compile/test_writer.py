@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +96,42 @@ def test_an_existing_bundle_is_replaced_only_when_asked_and_at_once(existing: Pa
         writer.commit(manifest)
     assert sorted(p.name for p in existing.iterdir()) == [MANIFEST, "report.json"]
     assert [p.name for p in existing.parent.iterdir()] == [existing.name]
+
+
+class _Old:
+    """A C library without renameat2."""
+
+
+@pytest.mark.parametrize("library", ["renameat2 in it", "an old one", "a file system that cannot"])
+def test_a_bundle_is_replaced_with_whatever_the_system_has(
+    existing: Path, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = loads((existing / MANIFEST).read_bytes())
+    if library != "renameat2 in it":
+        fake = _Old()
+        if library != "an old one":
+            fake.renameat2 = lambda *_: -1  # type: ignore[attr-defined]
+        monkeypatch.setattr(ctypes, "CDLL", lambda _: fake)
+    with BundleWriter(existing, {}, overwrite=True) as writer:
+        writer.add("report.json", b"{}")
+        writer.commit(manifest)
+    assert sorted(p.name for p in existing.iterdir()) == [MANIFEST, "report.json"]
+    assert [p.name for p in existing.parent.iterdir()] == [existing.name]
+
+
+def test_a_kill_while_the_old_bundle_is_deleted_leaves_the_new_one(
+    existing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = loads((existing / MANIFEST).read_bytes())
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)
+        with BundleWriter(existing, {}, overwrite=True) as writer:
+            writer.add("report.json", b"{}")
+            writer.commit(manifest)
+    assert sorted(p.name for p in existing.iterdir()) == [MANIFEST, "report.json"]
+    assert [p.name for p in existing.parent.iterdir() if p != existing] == ["m.tfb.partial"]
+    with BundleWriter(existing, {}, overwrite=True) as writer:
+        assert not list(writer.folder.iterdir())
 
 
 def test_a_failed_replacement_keeps_the_old_bundle(existing: Path) -> None:
