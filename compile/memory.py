@@ -155,13 +155,20 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+BODY_COPIES = 2
+"""A request's tensors in the gateway, in the binary form: the parts that arrived, and the body joined from them. JSON
+is several times as long, compressed bodies are held twice; neither is in the plan."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """What one bundle needs beside its arena: weights of every segment, the runtime's scratch, one request slot."""
+    """What one bundle needs beside its arena: weights of every segment, the runtime's scratch, one request slot, and
+    that slot's inputs alone."""
 
     weights: Sequence[WeightFootprint]
     workspace: int
     slot: int
+    inputs: int
 
 
 # What is tried, in order, when nobody chose: fastest first. Block-quantized kernels need their own layout of the
@@ -203,8 +210,8 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residency: Re
 
     finalise: one segment at a time is mapped, laid out on the heap, and written. Only where files are made so.
     load:     weights one after the other; while one is laid out, its source is mapped beside the copy.
-    run:      what stays of that, the arena, and each slot twice: once in the slab that both processes share, once
-              as the body or answer that the gateway reads or sends.
+    run:      what stays of that, the arena, each slot in the slab that both processes share, and the bodies that the
+              gateway reads, as they arrived and joined. Answers leave straight from the slab.
     """
     fixed = Term("runtime", "anonymous", board.memory.runtime_fixed_mib * MIB)
     weights = _WEIGHT_TERMS[residency](needs.weights)
@@ -218,7 +225,7 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residency: Re
                 Term("activations", "anonymous", arena.height),
                 Term("workspace", "anonymous", needs.workspace),
                 Term("io_slots", "shared", slots * needs.slot),
-                Term("bodies", "anonymous", slots * needs.slot),
+                Term("bodies", "anonymous", slots * needs.inputs * BODY_COPIES),
             ),
         ),
     ]

@@ -284,8 +284,9 @@ def _plan(
         lambda size: runtime.runs_within(parts, work.settings, largest, size, trace),
         budget_bytes(board),
     )
-    slot = sum(spec.max_nbytes for spec in (*contract.inputs, *contract.outputs))
-    needs = memory.Footprint(weights, practical - arena.height, slot)
+    inputs = sum(spec.max_nbytes for spec in contract.inputs)
+    slot = inputs + sum(spec.max_nbytes for spec in contract.outputs)
+    needs = memory.Footprint(weights, practical - arena.height, slot, inputs)
     return contract, *memory.choose(board, arena, needs, options.slots, options.residency, work.scheme_is_blocked)
 
 

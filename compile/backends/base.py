@@ -75,7 +75,7 @@ class WeightFootprint:
     """Bytes of weights once a runtime has loaded them: copied to the heap, and left in the mapped file.
 
     `session` is what the runtime keeps of the graph itself: nodes, kernels, their bookkeeping. `largest` is the largest
-    weight that is copied: sources are mapped one at a time while copies are made.
+    weight that is copied, or what is copied together: sources are let go one at a time while copies are made.
     """
 
     heap: int

@@ -17,10 +17,14 @@ SESSION_BYTES_PER_NODE = 5632
 
 
 def weight_footprint(model: ir.Model) -> WeightFootprint:
-    """Bytes on the heap and in the mapping after load; a weight that one user copies and another maps counts twice."""
+    """Bytes on the heap and in the mapping after load; a weight that one user copies and another maps counts twice.
+
+    Weights of convolutions are rearranged by the optimizer, all before the first source is let go: PP-OCR's detector,
+    9.3 MiB of them, takes 20.7 MiB while it loads. Everything else is copied one weight at a time.
+    """
     heap: dict[str, int] = {}
     mapped: dict[str, int] = {}
-    nodes = 0
+    rearranged = nodes = 0
     for node in nodes_of(model):
         nodes += 1
         copied = dict(_copied(node))
@@ -30,6 +34,7 @@ def weight_footprint(model: ir.Model) -> WeightFootprint:
                 continue
             key = value.name or ""
             if index in copied:
+                rearranged += copied[index] if node.op_type == "Conv" and key not in heap else 0
                 heap[key] = copied[index]
             else:
                 mapped[key] = tensor.nbytes
@@ -37,7 +42,7 @@ def weight_footprint(model: ir.Model) -> WeightFootprint:
         heap=sum(heap.values()),
         mapped=sum(mapped.values()),
         session=nodes * SESSION_BYTES_PER_NODE,
-        largest=max(heap.values(), default=0),
+        largest=max(rearranged, *heap.values(), 0),
     )
 
 

@@ -145,7 +145,7 @@ SEGMENTS = [WeightFootprint(heap=300 * MIB, mapped=10 * MIB, session=MIB, larges
     ],
 )
 def test_weights_move_out_of_memory_as_the_budget_shrinks(quantized: bool, megabytes: int, expected: Residency) -> None:
-    needs = Footprint(SEGMENTS, workspace=MIB, slot=MIB)
+    needs = Footprint(SEGMENTS, workspace=MIB, slot=MIB, inputs=MIB)
     residency, made = choose(board_of(megabytes * MIB), ARENA, needs, 2, None, quantized)
     assert residency is expected
     check_plan(made, made.budget_bytes)
@@ -157,7 +157,7 @@ def test_weights_move_out_of_memory_as_the_budget_shrinks(quantized: bool, megab
 
 
 def test_when_nothing_fits_the_checker_says_what_is_too_large() -> None:
-    needs = Footprint(SEGMENTS, workspace=MIB, slot=MIB)
+    needs = Footprint(SEGMENTS, workspace=MIB, slot=MIB, inputs=MIB)
     residency, made = choose(board_of(500 * MIB), ARENA, needs, 2, None, quantized=True)
     assert residency is Residency.STREAMED
     with pytest.raises(BudgetError, match=r"phase finalise needs .*weights 300\.0 MiB"):
@@ -166,7 +166,7 @@ def test_when_nothing_fits_the_checker_says_what_is_too_large() -> None:
 
 @pytest.mark.parametrize("requested", Residency)
 def test_a_residency_that_was_asked_for_is_kept_if_it_fits_or_not(requested: Residency) -> None:
-    needs = Footprint(SEGMENTS, workspace=MIB, slot=MIB)
+    needs = Footprint(SEGMENTS, workspace=MIB, slot=MIB, inputs=MIB)
     for megabytes in (8000, 1600):
         residency, made = choose(board_of(megabytes * MIB), ARENA, needs, 2, requested, quantized=True)
         assert residency is requested
@@ -183,7 +183,7 @@ def test_a_residency_that_was_asked_for_is_kept_if_it_fits_or_not(requested: Res
 )
 def test_what_fits_in_some_way_is_compiled(parts: list[tuple[int, int, int]], megabytes: int, quantized: bool) -> None:
     weights = [WeightFootprint(heap * MIB, mapped * MIB, MIB, min(heap, one) * MIB) for heap, mapped, one in parts]
-    needs, board = Footprint(weights, workspace=0, slot=MIB), board_of(megabytes * MIB)
+    needs, board = Footprint(weights, workspace=0, slot=MIB, inputs=0), board_of(megabytes * MIB)
     residency, _ = choose(board, ARENA, needs, 2, None, quantized)
     assert residency in PREFERENCE[quantized]
 

@@ -80,3 +80,12 @@ def test_a_weight_that_no_kernel_copies_stays_mapped(tmp_path: Path) -> None:
     found = weight_footprint(load_model(segment))
     assert found.mapped == 100 * 64 * 4
     assert found.heap == 64 * 32 * 4
+
+
+def test_weights_of_convolutions_are_in_transit_together(tmp_path: Path) -> None:
+    nodes = [node("Conv", ["x", "a"], ["m"]), node("Conv", ["m", "b"], ["y"])]
+    weights = [init("a", normal(32, 16, 1, 1)), init("b", normal(16, 32, 1, 1))]
+    made = model(nodes, [value("x", [1, 16, 4, 4])], [value("y", [1, 16, 4, 4])], weights)
+    segment, _ = emit(save(tmp_path, made), "fp32", tmp_path)
+    found = weight_footprint(load_model(segment))
+    assert found.largest == found.heap == 2 * 32 * 16 * 4
