@@ -266,7 +266,9 @@ def _streamed_terms(parts: Sequence[WeightFootprint]) -> _WeightTerms:
     pairs = list(zip(parts, (*parts[1:], parts[0]), strict=True)) if len(parts) > 1 else [(parts[0],)]
     mapped = max(sum(p.heap + p.mapped for p in pair) for pair in pairs)
     session = max(sum(p.session for p in pair) for pair in pairs)
-    terms = _terms(session, 0, mapped)
+    # While a segment is opened the runtime lays one weight at a time out again, to compare it with the file.
+    opening = max(p.largest for p in parts)
+    terms = _terms(session, opening, mapped + opening)
     return _WeightTerms(terms, terms)
 
 
