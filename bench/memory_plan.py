@@ -24,7 +24,7 @@ from bench.big_model import generate, shape_for
 from bench.machine import describe_machine
 from bench.models import fetch
 from compile.pipeline import Options, compile_model
-from compile.prove import PhaseProof, Proof, prove
+from compile.prove import NOISE_BYTES, PhaseProof, Proof, prove
 from compile.prove_report import proof_json, ratio
 from compile.shapes import parse_shape
 from targets.board import load_board
@@ -175,7 +175,8 @@ def table(machine: dict[str, str], rows: list[Row]) -> str:
         "rows whole; it is mapped, so that only touched pages are resident, and the kernel can drop them: `resident`",
         "is the ratio of what cannot be dropped. Anonymous memory is read every 2 ms, page tables every 10 ms or more.",
         "The cgroup's peak also holds F_rt and the page cache of files that were read once (digests), which the kernel",
-        "drops when memory is short.",
+        f"drops when memory is short. An excess below {NOISE_BYTES >> 20} MiB is taken for noise: two runs of one bundle",
+        "differ by as much.",
         "",
         "Measured on: " + ", ".join(f"{key} {value}" for key, value in machine.items()) + ".",
         "",
