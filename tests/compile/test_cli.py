@@ -312,6 +312,7 @@ def test_a_scheme_the_board_cannot_execute(tightfit: Run, tmp_path: Path) -> Non
     refused(tightfit, tmp_path, words, mlp(tmp_path), "--target", target, "--scheme", "int4")
 
 
+@pytest.mark.usefixtures("unobserved")
 def test_a_board_that_is_too_small(tightfit: Run, tmp_path: Path) -> None:
     target = board(
         tmp_path, physical_mib="64", mem_total_mib="64", os_reserve_mib="1", contiguous_ceiling_mib="64",
