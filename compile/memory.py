@@ -265,7 +265,7 @@ def _streamed_terms(parts: Sequence[WeightFootprint]) -> _WeightTerms:
     """The segment that runs and the one that is read ahead, at the worst moment of a sweep that begins again."""
     pairs = list(zip(parts, (*parts[1:], parts[0]), strict=True)) if len(parts) > 1 else [(parts[0],)]
     mapped = max(sum(p.heap + p.mapped for p in pair) for pair in pairs)
-    session = max(sum(p.session for p in pair) for pair in pairs)
+    session = max(sum(p.session for p in pair) for pair in pairs) + _being_made(parts)
     # While a segment is opened the runtime lays one weight at a time out again, to compare it with the file.
     opening = max(p.largest for p in parts)
     terms = _terms(session, opening, mapped + opening)
@@ -274,7 +274,13 @@ def _streamed_terms(parts: Sequence[WeightFootprint]) -> _WeightTerms:
 
 def _finalise_terms(parts: Sequence[WeightFootprint]) -> tuple[Term, ...]:
     worst = max(parts, key=lambda p: p.heap + p.mapped)
-    return _terms(worst.session, worst.heap, worst.largest + worst.mapped)
+    return _terms(worst.session + _being_made(parts), worst.heap, worst.largest + worst.mapped)
+
+
+def _being_made(parts: Sequence[WeightFootprint]) -> int:
+    """While a session is made, its graph is there twice: as it was read, and as it was optimized. Measured with 1017
+    nodes whose session keeps 5.6 MiB: 6.0 MiB more while it is finalised, 6.4 MiB while it is streamed."""
+    return max(p.session for p in parts)
 
 
 _WEIGHT_TERMS: dict[Residency, Callable[[Sequence[WeightFootprint]], _WeightTerms]] = {
