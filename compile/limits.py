@@ -37,6 +37,10 @@ class Charged:
     shared: int
     peak: int
 
+    def largest(self, other: Charged) -> Charged:
+        """Of each figure the larger."""
+        return Charged(*map(max, dataclasses.astuple(self), dataclasses.astuple(other)))
+
 
 class Limit(Protocol):
     """A limit in force while its context is open."""

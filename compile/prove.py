@@ -258,7 +258,7 @@ def run_service(
                     failure = str(error)
             killed = ("gateway" if service.was_killed else "engine") if limit and limit.oom_kills() else ""
         phases.update({name: sampler.peak(phase) for name, phase in zip(names, (LOAD, RUN), strict=False)})
-        counted = sampler.charged
+        counted = counted.largest(sampler.charged) if counted and sampler.charged else sampler.charged
 
     def finalise(service: Service, _: Sampler) -> None:
         service.wait_end(timeout_s)

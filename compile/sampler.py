@@ -118,7 +118,9 @@ class Sampler:
                 phase = self._phases[self._now]
                 self._keep_peaks(phase, statuses)
                 anonymous = tuple(status.anonymous for status in statuses.values())
-                phase.count(dataclasses.replace(phase.last, anonymous=sum(anonymous)), anonymous)
+                # A process's own part of the slab is less than the whole, and newer than the last sample's whole.
+                shared = max([phase.last.shared, *(status.shared for status in statuses.values())])
+                phase.count(dataclasses.replace(phase.last, anonymous=sum(anonymous), shared=shared), anonymous)
 
     def _sample(self) -> None:
         pids = self._pids = tree_of(self._pid)
@@ -132,7 +134,8 @@ class Sampler:
             phase.samples += 1
             phase.last = sum(parts, Mapped())
             phase.count(phase.last, tuple(part.anonymous for part in parts))
-            self._count_charged(charged)
+            if charged is not None:
+                self._charged_peak = self._charged_peak.largest(charged)
 
     def _begin_run(self, pids: Sequence[int]) -> None:
         if self._now == LOAD:
@@ -145,16 +148,6 @@ class Sampler:
         for pid, status in statuses.items():
             phase.resident[pid] = max(phase.resident.get(pid, 0), status.resident)
             phase.kept[pid] = status.peak_resident
-
-    def _count_charged(self, seen: Charged | None) -> None:
-        if seen is not None:
-            old = self._charged_peak
-            self._charged_peak = Charged(
-                max(old.anonymous, seen.anonymous),
-                max(old.file, seen.file),
-                max(old.shared, seen.shared),
-                max(old.peak, seen.peak),
-            )
 
 
 def _statuses(pids: Sequence[int]) -> dict[int, Status]:

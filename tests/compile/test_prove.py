@@ -74,7 +74,7 @@ def test_a_small_bundle_fits_and_stays_below_its_plan(bundle: Path) -> None:
     assert run["measured_total"] <= run["predicted_total"] + module.NOISE_BYTES
     # Its weights are there, and the slots were filled: what is measured is this model, not an idle service.
     assert run["measured"]["anonymous"] > 11 * MIB
-    assert run["measured"]["shared"] == pytest.approx(4 * MIB, rel=0.1)
+    assert run["own_peaks"]["shared"] == pytest.approx(4 * MIB, rel=0.1)
     assert 0 < proof["fixed"]["anonymous"] < proof["fixed"]["predicted"]
 
 
