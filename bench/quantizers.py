@@ -44,7 +44,7 @@ quantize_dynamic(sys.argv[1], sys.argv[2], weight_type=QuantType.QInt8, use_exte
 def jobs(model: Path, folder: Path, hidden: int) -> dict[str, list[str]]:
     """Name -> command."""
     ours = [sys.executable, "-m", "compile", str(model), "--target", BOARD, "--shape", f"x=1,1..16,{hidden}"]
-    ours += ["--host-memory", "1GiB", "--overwrite"]
+    ours += ["--host-memory", "800MiB", "--overwrite"]
     return {
         "tightfit int4": [*ours, "--scheme", "int4", "-o", str(folder / "int4.tfb")],
         "tightfit int8-dynamic": [*ours, "--scheme", "int8-dynamic", "-o", str(folder / "int8.tfb")],
@@ -133,7 +133,7 @@ def table(figures: dict[str, Any]) -> str:
         f"# Quantizing {figures['model_bytes'] / 1e9:.1f} GB of float32 weights",
         "",
         f"One interleaved run, medians of {figures['rounds']}. Ratios are to `tightfit int4`. Ours runs with",
-        "`--host-memory 1GiB`. Made by `python -m bench.quantizers --save`.",
+        "`--host-memory 800MiB`. Made by `python -m bench.quantizers --save`.",
         "",
         "| job | quantize, s | ratio | whole command, s | anonymous, most | ratio | resident, most |",
         "|---|---:|---:|---:|---:|---:|---:|",

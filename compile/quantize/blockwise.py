@@ -26,6 +26,8 @@ UInt8 = npt.NDArray[np.uint8]
 # Rows are transformed in slabs of about this many bytes of float32: large enough for numpy to be efficient,
 # small enough that the temporaries (about five times this) are nothing beside a runtime.
 SLAB_BYTES = 8 << 20
+# Blocks are coded in tiles of about this many bytes of float32, which the second-level cache holds with their codes.
+TILE_BYTES = 512 << 10
 # Slabs at a time. Two reach what the memory of a small host gives; each more costs five slabs.
 WORKERS = 2
 # A scale below this may have no finite reciprocal; weights that small are coded as zero.
@@ -77,32 +79,31 @@ def quantize_columns(columns: Float32, form: BlockFormat) -> BlockQuantized:
     """
     k, n = columns.shape
     blocks = form.blocks(k)
+    if k % form.block:
+        columns = np.concatenate([columns, np.zeros((blocks * form.block - k, n), np.float32)])
+    values = columns.reshape(blocks, form.block, n)
+    scales, offsets = _block_scales(values, form)
+    inverse, shift = 1 / scales, offsets + np.float32(0.5)
     codes = np.empty((blocks, form.block * form.bits // 8, n), np.uint8)
-    scales = np.empty((blocks, n), np.float32)
-    zeros = np.empty((blocks, n), np.uint8) if form.zero_point else None
-    tile = np.empty((form.block, n), np.float32)
-    for index in range(blocks):
-        rows = columns[index * form.block : (index + 1) * form.block]
-        scales[index], offset = _block_scale(rows, form)
-        if zeros is not None:
-            zeros[index] = offset
-        # Codes are not negative, so adding a half and cutting off rounds to nearest.
-        np.multiply(rows, 1 / scales[index], out=tile[: len(rows)])
-        tile[len(rows) :] = 0
-        tile += offset + np.float32(0.5)
+    step = max(1, TILE_BYTES // (4 * form.block * max(n, 1)))
+    for start in range(0, blocks, step):
+        part = slice(start, start + step)
+        # No code is below zero by more than rounding, so adding a half and cutting off rounds to nearest.
+        tile = values[part] * inverse[part, None]
+        tile += shift[part, None]
         np.minimum(tile, form.levels + np.float32(0.5), out=tile)
-        np.maximum(tile, 0, out=tile)
-        codes[index] = _pack_rows(tile.astype(np.uint8), form.bits)
+        codes[part] = _pack(tile.astype(np.uint8), form.bits)
+    zeros = _pack(offsets.astype(np.uint8)[None], form.bits)[0] if form.zero_point else None
     return BlockQuantized(
         np.ascontiguousarray(codes.transpose(2, 0, 1)),
         np.ascontiguousarray(scales.T),
-        None if zeros is None else np.ascontiguousarray(_pack_rows(zeros, form.bits).T),
+        None if zeros is None else np.ascontiguousarray(zeros.T),
     )
 
 
-def _block_scale(rows: Float32, form: BlockFormat) -> tuple[Float32, Float32]:
-    """(scale, zero point as float) of every column's block."""
-    low, high = rows.min(axis=0), rows.max(axis=0)
+def _block_scales(values: Float32, form: BlockFormat) -> tuple[Float32, Float32]:
+    """(scale, zero point as float) of every block, [blocks, N], for values [blocks, block, N]."""
+    low, high = values.min(axis=1), values.max(axis=1)
     if form.zero_point:
         np.minimum(low, 0, out=low)
         np.maximum(high, 0, out=high)
@@ -116,12 +117,12 @@ def _block_scale(rows: Float32, form: BlockFormat) -> tuple[Float32, Float32]:
     return scale, np.full(scale.shape, middle, np.float32)
 
 
-def _pack_rows(codes: UInt8, bits: int) -> UInt8:
-    """Pack pairs of rows; an odd last 4-bit row gets an empty upper half."""
+def _pack(codes: UInt8, bits: int) -> UInt8:
+    """Pack pairs along the axis before the last; an odd last 4-bit row gets an empty upper half."""
     if bits == 8:
         return codes
-    packed: UInt8 = codes[0::2].copy()
-    packed[: len(codes) // 2] |= codes[1::2] << 4
+    packed: UInt8 = codes[:, 0::2].copy()
+    packed[:, : codes.shape[1] // 2] |= codes[:, 1::2] << 4
     return packed
 
 
