@@ -273,8 +273,10 @@ def _streamed_terms(parts: Sequence[WeightFootprint]) -> _WeightTerms:
 
 
 def _finalise_terms(parts: Sequence[WeightFootprint]) -> tuple[Term, ...]:
+    """All of a segment's copies, and the largest once more while it is written: 376 and 394 MiB were measured where
+    the copies have 336 and the largest 49."""
     worst = max(parts, key=lambda p: p.heap + p.mapped)
-    return _terms(worst.session + _being_made(parts), worst.heap, worst.largest + worst.mapped)
+    return _terms(worst.session + _being_made(parts), worst.heap + worst.largest, worst.largest + worst.mapped)
 
 
 def _being_made(parts: Sequence[WeightFootprint]) -> int:
