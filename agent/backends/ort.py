@@ -26,6 +26,8 @@ _NEXT_POWER_OF_TWO = 0
 _SMALLEST_CHUNK_BYTES = 64 << 10
 # What holds for every bundle, whatever it says: the shared arena, and no thread that spins while it waits.
 _SETTINGS = {"session.use_env_allocators": "1", "session.intra_op.allow_spinning": "0"}
+# What a bundle may set: how its memory was planned, nothing that names files, loads libraries or opens sockets.
+_FROM_BUNDLE = frozenset({*_SETTINGS, "session.use_device_allocator_for_initializers", "session.disable_prepacking"})
 # A graph that was laid out was optimized before it was saved; it is to stay the graph that its weights were made for.
 _OPTIMIZED = frozenset({Residency.MAPPED, Residency.STREAMED})
 _NOT_LAID_OUT = {"session.disable_prepacking": "1"}
@@ -79,6 +81,11 @@ def _settings(options: SessionOptions) -> ort.SessionOptions:
     settings.enable_mem_pattern = False
     settings.intra_op_num_threads = options.threads
     settings.inter_op_num_threads = 1
+    foreign = sorted(options.settings.keys() - _FROM_BUNDLE)
+    if foreign:
+        raise BackendError(
+            f"the bundle sets {foreign[0]!r} of onnxruntime, which no bundle may", "do not use this bundle"
+        )
     unpacked = _NOT_LAID_OUT if options.residency is Residency.UNPACKED else {}
     for key, value in {**_SETTINGS, **options.settings, **unpacked}.items():
         settings.add_session_config_entry(key, value)
