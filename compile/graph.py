@@ -18,8 +18,18 @@ from compile.errors import ModelError
 from targets.tensor import DType, human
 
 __all__ = [
-    "DTYPES", "STORAGE", "constant", "contract_dtype", "dims_of", "external_files",
-    "graphs_of", "ir", "load_model", "nodes_of", "weight_nbytes"
+    "DTYPES",
+    "STORAGE",
+    "bodies_of",
+    "constant",
+    "contract_dtype",
+    "dims_of",
+    "external_files",
+    "graphs_of",
+    "ir",
+    "load_model",
+    "nodes_of",
+    "weight_nbytes"
 ]  # fmt: skip
 
 # onnx-ir reports every recovered oddity of a model as a warning; what matters is an error of ours.
@@ -227,11 +237,16 @@ def _graphs(model: ir.Model) -> Iterator[ir.Graph | ir.Function]:
     for top in tops:
         yield top
         for node in ir.traversal.RecursiveGraphIterator(top):
-            for attribute in node.attributes.values():
-                if attribute.type == ir.AttributeType.GRAPH:
-                    yield attribute.as_graph()
-                elif attribute.type == ir.AttributeType.GRAPHS:
-                    yield from attribute.as_graphs()
+            yield from bodies_of(node)
+
+
+def bodies_of(node: ir.Node) -> Iterator[ir.Graph]:
+    """The subgraphs of a control-flow node; none for any other."""
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield attribute.as_graph()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            yield from attribute.as_graphs()
 
 
 def graphs_of(model: ir.Model) -> list[ir.Graph]:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from compile.graph import constant, ir
+from compile.graph import bodies_of, constant, ir
 
 # A segment ends, if it can, where least crosses the cut, among the positions that leave it at least this full.
 WORTHWHILE_FILL = 0.6
@@ -96,19 +96,11 @@ def _last_readers(nodes: Sequence[ir.Node]) -> dict[ir.Value, int]:
 def reads(node: ir.Node) -> list[ir.Value]:
     """Every value that a node reads, what its subgraphs capture included."""
     values = [value for value in node.inputs if value is not None]
-    for attribute in node.attributes.values():
-        graphs = (
-            [attribute.as_graph()]
-            if attribute.type == ir.AttributeType.GRAPH
-            else list(attribute.as_graphs())
-            if attribute.type == ir.AttributeType.GRAPHS
-            else []
-        )
-        for graph in graphs:
-            inside = {value for inner in ir.traversal.RecursiveGraphIterator(graph) for value in inner.outputs}
-            inside.update(graph.inputs)
-            captured = [v for inner in graph for v in reads(inner)] + list(graph.outputs)
-            values.extend(v for v in captured if v not in inside and v.graph is not graph)
+    for body in bodies_of(node):
+        inside = {value for inner in ir.traversal.RecursiveGraphIterator(body) for value in inner.outputs}
+        inside.update(body.inputs)
+        captured = [v for inner in body for v in reads(inner)] + list(body.outputs)
+        values.extend(v for v in captured if v not in inside and v.graph is not body)
     return values
 
 

@@ -266,7 +266,7 @@ def _verify(
     ]
     with writer.scratch() as folder:
         cache = ActivationCache(folder, shutil.disk_usage(folder).free // 2)
-        chain = _source_chain(source, options, runtime, parts)
+        chain = _source_chain(source, options, runtime, work.source_bytes, parts)
         return verify(chain, compiled, work.samples, work.results, cache, work.error_limit)
 
 
@@ -368,13 +368,15 @@ def _write_segments(
         return parts, footprint, sink.tensor_bytes + writer.inline_bytes
 
 
-def _source_chain(source: Path, options: Options, runtime: Backend, parts: Sequence[Part]) -> list[Link]:
+def _source_chain(
+    source: Path, options: Options, runtime: Backend, source_bytes: int, parts: Sequence[Part]
+) -> list[Link]:
     """The source model as links that the host can hold, making every value that crosses between `parts`.
 
     A model that fits as a whole is the very file it came from, loaded as any user of the runtime would.
     """
     limit = segment_limit(options.host_memory)
-    if len(parts) == 1 and weight_nbytes(load_model(source)) <= limit:
+    if len(parts) == 1 and source_bytes <= limit:
         return [Link("source", parts[0].inputs, parts[0].outputs, lambda: runtime.load(source, {}))]
     form = _source_form(source, options)
     crossing = {name for part in parts for name in part.outputs}

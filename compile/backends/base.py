@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import numpy as np
 import numpy.typing as npt
 
-from compile.errors import OptionError, VerificationError
+from compile.errors import OptionError
 from compile.graph import ir
 from compile.quantize.schemes import Scheme
 from targets.bundle import LeftAlone
@@ -143,6 +142,3 @@ def one_line(error: Exception) -> str:
         if mark in text:
             text = text.split(mark, 1)[1]
     return text[:300]
-
-
-__all__ = ["Backend", "Lowered", "Model", "Step", "Tensors", "Trace", "VerificationError", "backend", "np", "one_line"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,13 @@ def session_settings(scheme: Scheme) -> dict[str, str]:  # noqa: ARG001 - part o
 class OrtModel:
     """A loaded model; `run` takes and gives numpy arrays."""
 
-    def __init__(self, model: Path | bytes, options: onnxruntime.SessionOptions, disabled: Sequence[str] = ()) -> None:
+    def __init__(self, model: Path | bytes, options: onnxruntime.SessionOptions) -> None:
         name = model.name if isinstance(model, Path) else "the source model"
         try:
             self._session = onnxruntime.InferenceSession(
                 str(model) if isinstance(model, Path) else model,
                 options,
                 providers=["CPUExecutionProvider"],
-                disabled_optimizers=list(disabled),
             )
         except Exception as error:  # noqa: BLE001 - its exceptions share no base class
             raise VerificationError(f"onnxruntime cannot load {name}: {one_line(error)}") from None
@@ -102,7 +101,7 @@ def load_mapped(model: ir.Model, folder: Path) -> OrtModel:
     # a widened FP16 weight must live no longer than its kernel.
     options.enable_cpu_mem_arena = False
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return OrtModel(ir.to_proto(model).SerializeToString(), options, disabled=["ConstantFolding"])
+    return OrtModel(ir.to_proto(model).SerializeToString(), options)
 
 
 def make_options(settings: Mapping[str, str]) -> onnxruntime.SessionOptions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from compile.graph import graphs_of, ir
+from compile.graph import bodies_of, graphs_of, ir
 from compile.passes.base import Pass
 
 _HALF, _FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT
@@ -101,16 +101,8 @@ def _places(graph: ir.Graph) -> _Places:
     places: _Places = {}
     for at, node in enumerate(graph):
         places[node] = at, node
-        for attribute in node.attributes.values():
-            bodies = (
-                [attribute.as_graph()]
-                if attribute.type == ir.AttributeType.GRAPH
-                else list(attribute.as_graphs())
-                if attribute.type == ir.AttributeType.GRAPHS
-                else []
-            )
-            for body in bodies:
-                places.update(dict.fromkeys(ir.traversal.RecursiveGraphIterator(body), (at, node)))
+        for body in bodies_of(node):
+            places.update(dict.fromkeys(ir.traversal.RecursiveGraphIterator(body), (at, node)))
     return places
 
 
