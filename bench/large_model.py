@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.big_model import generate, shape_for
-from bench.machine import describe_machine
+from bench.machine import describe_machine, measured_on
 from compile.limits import limited
 from targets.bundle import read_manifest
 from targets.tensor import human, parse_size
@@ -194,7 +194,7 @@ def report(figures: dict[str, Any]) -> str:
         json.dumps(figures["prove"], indent=1),
         "```",
         "",
-        "Measured on: " + ", ".join(f"{key} {value}" for key, value in figures["machine"].items()) + ".",
+        measured_on(figures["machine"]),
         "",
     ]
     return "\n".join(lines)

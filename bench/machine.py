@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -22,6 +23,11 @@ def describe_machine(*packages: str) -> dict[str, str]:
         "Python": platform.python_version(),
     }
     return described | {package: metadata.version(package) for package in packages}
+
+
+def measured_on(machine: Mapping[str, str]) -> str:
+    """The line that ends every table of results."""
+    return "Measured on: " + ", ".join(f"{key} {value}" for key, value in machine.items()) + "."
 
 
 def _field(path: Path, name: str) -> str:

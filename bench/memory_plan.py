@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from bench.big_model import generate, shape_for
-from bench.machine import describe_machine
+from bench.machine import describe_machine, measured_on
 from bench.models import fetch
 from compile.pipeline import Options, compile_model
 from compile.prove import NOISE_BYTES, PhaseProof, Proof, prove
@@ -177,7 +177,7 @@ def table(machine: dict[str, str], rows: list[Row]) -> str:
         "The cgroup's peak also holds F_rt and the page cache of files that were read once (digests), which the kernel",
         f"drops when memory is short. An excess below {NOISE_BYTES >> 20} MiB is noise: two runs differ by as much.",
         "",
-        "Measured on: " + ", ".join(f"{key} {value}" for key, value in machine.items()) + ".",
+        measured_on(machine),
         "",
     ]
     return "\n".join(lines)

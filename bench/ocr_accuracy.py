@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench.bundle_runner import Array, BundleRunner, bundle_bytes, session_of
-from bench.machine import describe_machine, threads
+from bench.machine import describe_machine, measured_on, threads
 from bench.models import fetch
 from bench.ocr_data import (
     Floats,
@@ -147,7 +147,7 @@ def as_markdown(rows: Sequence[Row], machine: dict[str, str]) -> str:
         f"| {r.equal_to_source} of {r.lines} | {r.ms_per_line:.1f} |"
         for r in rows
     ]
-    lines += ["", "Measured on: " + ", ".join(f"{key} {value}" for key, value in machine.items()) + ".", ""]
+    lines += ["", measured_on(machine), ""]
     lines += [
         f"The times are those of this machine, not of the board: best of {REPEATS} for a line, mean over all lines.",
         "",

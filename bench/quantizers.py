@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.big_model import generate, shape_for
-from bench.machine import describe_machine
+from bench.machine import describe_machine, measured_on
 from targets.tensor import human, parse_size
 
 RESULTS = Path(__file__).parent / "results" / "quantizers"
@@ -143,8 +143,7 @@ def table(figures: dict[str, Any]) -> str:
             f"| {job} | {m['quantize']:.1f} | {m['quantize'] / ours['quantize']:.1f} | {m['seconds']:.1f} "
             f"| {human(m['anonymous'])} | {m['anonymous'] / ours['anonymous']:.1f} | {human(m['resident'])} |"
         )
-    machine = ", ".join(f"{key} {value}" for key, value in figures["machine"].items())
-    return "\n".join([*lines, "", f"Measured on: {machine}.", ""])
+    return "\n".join([*lines, "", measured_on(figures["machine"]), ""])
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import numpy as np
 
 from agent.memory import pss_by_kind
 from bench.big_model import generate, shape_for
-from bench.machine import describe_machine
+from bench.machine import describe_machine, measured_on
 from compile.pipeline import Options, compile_model
 from compile.shapes import parse_shape
 from targets.board import load_board
@@ -246,7 +246,7 @@ def report(figures: dict[str, Any]) -> str:
         "reads the files again from the disk: source weights and laid-out ones, because the runtime lays every tensor",
         "out once more to compare checksums. Unpacked float products add up in another order than laid-out ones.",
         "",
-        "Measured on: " + ", ".join(f"{key} {value}" for key, value in figures["machine"].items()) + ".",
+        measured_on(figures["machine"]),
         "",
     ]
     return "\n".join(lines)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,7 @@ from targets.errors import BudgetError
 from tests.support import bundles
 from tests.support.agents import COMMAND, ROOT, run_agent, serving
 from tests.support.bundles import MIB
+from tests.support.disks import small_disk
 
 HEAP, MAPPED, STREAMED, UNPACKED = Residency.HEAP, Residency.MAPPED, Residency.STREAMED, Residency.UNPACKED
 BUDGET = 3400 * MIB
@@ -366,18 +367,6 @@ def test_a_graph_that_does_not_load(bundle: Path) -> None:
 
 
 # --- room
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
-    folder.mkdir()
-    options = ["-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system needs root's rights")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_disk_that_is_too_small_is_told_of_before_it_starts(bundle: Path, tmp_path: Path) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,22 +15,11 @@ from compile.__main__ import main
 from compile.limits import limited
 from compile.processes import mapped_of, tree_of
 from targets.bundle import read_manifest, verify_files
+from tests.support.disks import small_disk
 from tests.support.models import mlp
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
-    folder.mkdir()
-    options = ["-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system needs root's rights")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def complaint(
