@@ -17,7 +17,8 @@ import numpy as np
 from compile import memory
 from compile.activations import ActivationCache
 from compile.backends.base import Backend, Lowered, Model, Part, WeightFootprint, backend
-from compile.calibrate import Sample, corners, random_samples, read_samples
+from compile.calibrate.samples import Sample, read_samples
+from compile.calibrate.synthetic import corners, random_samples
 from compile.errors import ModelError, OptionError
 from compile.graph import ir, load_model, nodes_of, weight_nbytes
 from compile.partition import Cut, cut, extract, positions, segments, static_sizes

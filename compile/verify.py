@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from compile.activations import ActivationCache
 from compile.backends.base import Model
-from compile.calibrate import Sample
+from compile.calibrate.samples import Sample
 from compile.errors import VerificationError
 from compile.host import give_back
 from targets.bundle import OutputError, SegmentError

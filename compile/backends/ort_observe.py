@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from compile.backends.base import Part, Step, Tensors, Trace
-from compile.calibrate import read_npz
+from compile.calibrate.samples import read_npz
 from compile.errors import VerificationError
 from compile.graph import ir
 from compile.host import give_back

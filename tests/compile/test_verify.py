@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from compile.activations import ActivationCache
-from compile.calibrate import Sample
+from compile.calibrate.samples import Sample
 from compile.errors import VerificationError
 from compile.verify import Comparison, Link, verify
 from targets.bundle import OutputError

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compile.calibrate import corners, random_samples, read_npz, read_samples
+from compile.calibrate.samples import read_npz, read_samples
+from compile.calibrate.synthetic import corners, random_samples
 from compile.errors import DataError
 from compile.graph import load_model
 from compile.pipeline import _inputs_contract

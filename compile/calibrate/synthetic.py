@@ -1,0 +1,76 @@
+"""Seeded random samples, where a person gives none: they show that a model runs, not how accurate it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from compile.calibrate.samples import Sample
+from compile.errors import DataError
+from compile.graph import ir
+from compile.shapes import sizes_at
+from targets.tensor import Contract, DimRange, DType, TensorSpec
+
+
+def random_samples(model: ir.Model, contract: Contract, corners: tuple[str, ...]) -> list[Sample]:
+    """Seeded random samples, one for each corner (`min`, `opt`, `max`) of the dimension ranges.
+
+    Floats are standard normal. Integers that index a table stay within it; all others are 0 or 1, as masks
+    and flags are. Such data says whether a model runs, little about its accuracy.
+    """
+    limits = _index_limits(model)
+    rng = np.random.default_rng(0)
+    samples: list[Sample] = []
+    for corner in corners:
+        sizes = sizes_at(contract.dims, corner)
+        samples.append({spec.name: _random(rng, spec, sizes, limits.get(spec.name, 2)) for spec in contract.inputs})
+    return samples
+
+
+def _random(rng: np.random.Generator, spec: TensorSpec, sizes: Mapping[str, int], limit: int) -> npt.NDArray[Any]:
+    shape = tuple(dim if isinstance(dim, int) else sizes[dim] for dim in spec.shape)
+    if spec.dtype is DType.STRING:
+        return rng.choice(np.array(["alpha", "beta", "gamma"], object), shape)
+    if spec.dtype.numpy is None:
+        raise DataError(
+            f"input {spec.name!r} is {spec.dtype.value}, which numpy cannot hold", "give it float32 in front"
+        )
+    dtype = np.dtype(spec.dtype.numpy)
+    if dtype.kind == "f":
+        return rng.standard_normal(shape).astype(dtype)
+    return np.asarray(rng.integers(0, min(limit, 2 if dtype.kind == "b" else limit), shape)).astype(dtype)
+
+
+def _index_limits(model: ir.Model) -> dict[str, int]:
+    """Rows of the smallest table that each integer input indexes, looking through shape changes and casts."""
+    limits: dict[str, int] = {}
+    for graph_input in model.graph.inputs:
+        frontier, seen = [graph_input], {graph_input}
+        while frontier:
+            value = frontier.pop()
+            for use in value.uses():
+                if use.node.op_type == "Gather" and use.idx == 1:
+                    table = use.node.inputs[0]
+                    axis = use.node.attributes.get("axis")
+                    rows = _size(table, 0 if axis is None else int(axis.value))
+                    if rows:
+                        name = graph_input.name or ""
+                        limits[name] = min(limits.get(name, rows), rows)
+                elif use.node.op_type in ("Cast", "Reshape", "Unsqueeze", "Squeeze", "Identity", "Flatten"):
+                    fresh = [v for v in use.node.outputs if v not in seen]
+                    seen.update(fresh)
+                    frontier.extend(fresh)
+    return limits
+
+
+def _size(value: ir.Value | None, axis: int) -> int | None:
+    dims = value.shape if value is not None else None
+    return dims[axis] if dims is not None and isinstance(dims[axis], int) else None  # type: ignore[return-value]
+
+
+def corners(dims: Mapping[str, DimRange]) -> tuple[str, ...]:
+    """Corners worth a sample each: all three where something varies, else one."""
+    return ("opt", "min", "max") if dims else ("opt",)
