@@ -133,12 +133,3 @@ def backend(runtime: str) -> Backend:
         return cast(Backend, importlib.import_module(BACKENDS[runtime]))
     except ModuleNotFoundError as error:
         raise OptionError(f"{runtime} is not installed ({error})", "pip install 'tightfit[compile,cpu]'") from None
-
-
-def one_line(error: Exception) -> str:
-    """A runtime's message without its prefixes of codes and source lines, cut to a readable length."""
-    text = " ".join(str(error).split())
-    for mark in ("Status Message: ", "[ONNXRuntimeError] : "):
-        if mark in text:
-            text = text.split(mark, 1)[1]
-    return text[:300]

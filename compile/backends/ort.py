@@ -1,18 +1,10 @@
-"""onnxruntime on a CPU: load and run models."""
+"""onnxruntime on a CPU: the backend's functions, each from the module that knows it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import onnxruntime
-
-from compile.backends import ort_footprint, ort_lowering, ort_observe
-from compile.backends.base import Tensors, one_line
-from compile.errors import VerificationError
+from compile.backends import ort_footprint, ort_lowering, ort_observe, ort_session
 from compile.graph import ir
 from compile.quantize.schemes import Scheme
 
@@ -20,11 +12,8 @@ lower = ort_lowering.lower
 weight_footprint = ort_footprint.weight_footprint
 observe = ort_observe.observe
 runs_within = ort_observe.runs_within
-
-
-def version() -> str:
-    """Version of onnxruntime."""
-    return str(onnxruntime.__version__)
+load = ort_session.load
+version = ort_session.version
 
 
 def session_settings(scheme: Scheme) -> dict[str, str]:  # noqa: ARG001 - part of the Backend protocol
@@ -40,90 +29,6 @@ def session_settings(scheme: Scheme) -> dict[str, str]:  # noqa: ARG001 - part o
     }
 
 
-class OrtModel:
-    """A loaded model; `run` takes and gives numpy arrays."""
-
-    def __init__(self, model: Path | bytes, options: onnxruntime.SessionOptions) -> None:
-        name = model.name if isinstance(model, Path) else "the source model"
-        try:
-            self._session = onnxruntime.InferenceSession(
-                str(model) if isinstance(model, Path) else model,
-                options,
-                providers=["CPUExecutionProvider"],
-            )
-        except Exception as error:  # noqa: BLE001 - its exceptions share no base class
-            raise VerificationError(f"onnxruntime cannot load {name}: {one_line(error)}") from None
-        self.outputs = [output.name for output in self._session.get_outputs()]
-
-    def run(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
-        try:
-            values = self._session.run(None, dict(inputs))
-        except Exception as error:  # noqa: BLE001 - its exceptions share no base class
-            raise VerificationError(f"onnxruntime cannot run the model: {one_line(error)}") from None
-        return dict(zip(self.outputs, values, strict=True))
-
-    def run_in_arena(self, inputs: Tensors) -> dict[str, npt.NDArray[Any]]:
-        """As `run`, but outputs are seen where the arena holds them, as the agent sees them; strings are copied."""
-        if any(v.type == "tensor(string)" for v in (*self._session.get_inputs(), *self._session.get_outputs())):
-            return self.run(inputs)
-        try:
-            binding = self._session.io_binding()
-            for name, value in inputs.items():
-                binding.bind_cpu_input(name, value)
-            for name in self.outputs:
-                binding.bind_output(name, "cpu")
-            self._session.run_with_iobinding(binding)
-        except Exception as error:  # noqa: BLE001 - its exceptions share no base class
-            raise VerificationError(f"onnxruntime cannot run the model: {one_line(error)}") from None
-        values = binding.get_outputs()
-        seen = [np.from_dlpack(v) if hasattr(v, "__dlpack__") else v.numpy() for v in values]
-        return dict(zip(self.outputs, seen, strict=True))
-
-    def end_profiling(self) -> Path:
-        """Where the profile of the runs so far was written."""
-        return Path(self._session.end_profiling())
-
-
-def load(path: Path, settings: Mapping[str, str]) -> OrtModel:
-    """Load for ordinary runs; settings that need a registered arena do not apply here."""
-    return OrtModel(path, make_options({k: v for k, v in settings.items() if k != "session.use_env_allocators"}))
-
-
-def load_mapped(model: ir.Model, folder: Path) -> OrtModel:
+def load_mapped(model: ir.Model, folder: Path) -> ort_session.OrtModel:
     """Load a graph whose weights are files in `folder`: they stay mapped, no kernel lays them out anew."""
-    settings = {
-        "session.disable_prepacking": "1",
-        "session.model_external_initializers_file_folder_path": str(folder),
-        "session.intra_op.allow_spinning": "0",
-    }
-    options = make_options(settings)
-    # What a kernel makes is given back when nobody reads it any more, and nothing is computed from weights in advance:
-    # a widened FP16 weight must live no longer than its kernel.
-    options.enable_cpu_mem_arena = False
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return OrtModel(ir.to_proto(model).SerializeToString(), options)
-
-
-def make_options(settings: Mapping[str, str]) -> onnxruntime.SessionOptions:
-    options = onnxruntime.SessionOptions()
-    options.enable_mem_pattern = False
-    options.log_severity_level = 4  # its warnings are not for the person who compiles; errors are raised
-    for key, value in settings.items():
-        options.add_session_config_entry(key, value)
-    return options
-
-
-def register_arena(initial: int, cap: int) -> None:
-    """One arena whose first chunk is the whole plan: later requests split it, so sizes that vary cannot grow it."""
-    memory = onnxruntime.OrtMemoryInfo(
-        "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
-    )
-    config = onnxruntime.OrtArenaCfg(
-        {
-            "max_mem": cap,
-            "arena_extend_strategy": 0,  # kNextPowerOfTwo: the only one that honours the first chunk's size
-            "initial_chunk_size_bytes": initial,
-            "max_dead_bytes_per_chunk": -1,
-        }
-    )
-    onnxruntime.create_and_register_allocator(memory, config)
+    return ort_session.load_mapped(ir.to_proto(model).SerializeToString(), folder)
