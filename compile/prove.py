@@ -31,6 +31,7 @@ from compile.serving import (
     serve_command,
     started,
 )
+from compile.speed import Speed, measure
 from targets.board import Board, board_names, load_board
 from targets.budget import FINALISE, KINDS, Phase, check_plan
 from targets.bundle import Manifest, Residency, read_manifest, verify_files
@@ -108,7 +109,8 @@ class Fixed(msgspec.Struct, frozen=True):
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """All that `prove` has found. `charged` is what the limit's mechanism counted, None where it does not count."""
+    """All that `prove` has found. `charged` is what the limit's mechanism counted, None where it does not count;
+    `speed` is None where not all requests were answered."""
 
     model: str
     version: str
@@ -125,6 +127,7 @@ class Proof(msgspec.Struct, frozen=True):
     verdict: Verdict
     reason: str
     notes: tuple[str, ...]
+    speed: Speed | None = None
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -139,6 +142,7 @@ class Run(msgspec.Struct, frozen=True):
     oom_kills: int
     failure: str = ""
     killed: str = ""
+    speed: Speed | None = None
 
     @property
     def ready(self) -> bool:
@@ -247,6 +251,7 @@ def run_service(
     done: list[str] = []
     failure = killed = ""
     counted: Charged | None = None
+    speed: Speed | None = None
 
     def watch(command: list[str], task: Callable[[Service, Sampler], None], *names: str) -> None:
         nonlocal failure, killed, counted
@@ -265,11 +270,11 @@ def run_service(
         done.append(FINALISE)
 
     def serve(service: Service, sampler: Sampler) -> None:
+        nonlocal speed
         service.wait_ready(timeout_s)
         done.append(LOAD)
         sampler.serving()
-        for _ in range(rounds):
-            service.fill(manifest, body, headers, timeout_s)
+        speed = measure(service, manifest, body, headers, rounds, timeout_s)
         done.append(RUN)
 
     if cache:
@@ -277,7 +282,7 @@ def run_service(
     if not failure:
         # What the empty bundle was finalised for, it is not served from: it has nothing to map.
         watch(serve_command(bundle, folder, None if residency else cache, timeout_s), serve, LOAD, RUN)
-    return Run(phases, tuple(done), counted, limit.oom_kills() if limit else 0, failure, killed)
+    return Run(phases, tuple(done), counted, limit.oom_kills() if limit else 0, failure, killed, speed)
 
 
 def _judge(manifest: Manifest, limit: Limit, fixed: Run, seen: Run, rounds: int) -> Proof:
@@ -310,6 +315,7 @@ def _judge(manifest: Manifest, limit: Limit, fixed: Run, seen: Run, rounds: int)
         verdict=verdict,
         reason=reason,
         notes=tuple(_notes(limit, cost, phases, seen)),
+        speed=seen.speed,
     )
 
 

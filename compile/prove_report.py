@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from compile.prove import PhaseProof, Proof, Verdict
+from compile.speed import Speed
 from targets.budget import KINDS
 from targets.tensor import human
 
@@ -42,6 +43,8 @@ def print_proof(proof: Proof, console: Console) -> None:
         _add(table, phase)
     fixed = proof.fixed
     table.add_row("F_rt", "anonymous + libraries", human(fixed.predicted), human(fixed.measured), "not in the ratios")
+    if proof.speed:
+        _add_speed(table, proof.speed)
     console.print(table)
     if proof.charged:
         _print_charged(proof.charged, console)
@@ -58,6 +61,17 @@ def _add(table: Table, phase: PhaseProof) -> None:
             _row(table, phase, kind, phase.predicted[kind], seen)
     _row(table, phase, "[bold]total", phase.predicted_total, phase.measured_total)
     table.add_section()
+
+
+def _add_speed(table: Table, speed: Speed) -> None:
+    """Time for every bundle; bytes where something is opened or read in every pass."""
+    table.add_section()
+    table.add_row("a request", "time, all slots full", "", f"{speed.request_s:.3g} s")
+    table.add_row("a pass", "time in the engine", "", f"{speed.pass_s:.3g} s")
+    if speed.opened_bytes:
+        table.add_row("a pass", "opened files", "", human(speed.opened_bytes))
+    if speed.disk_bytes:
+        table.add_row("a pass", "read from disk", "", human(speed.disk_bytes))
 
 
 def _row(table: Table, phase: PhaseProof, kind: str, predicted: int, seen: int | None) -> None:

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
@@ -83,19 +84,21 @@ class Service:
         if code:
             raise ServiceError(self.last_words() or f"the agent ended with code {code}")
 
-    def fill(self, manifest: Manifest, body: bytes, headers: dict[str, str], timeout_s: float) -> None:
-        """As many requests at the same time as there are slots; returns when all are answered.
+    def fill(self, manifest: Manifest, body: bytes, headers: dict[str, str], timeout_s: float) -> list[float]:
+        """As many requests at the same time as there are slots; returns when all are answered, with their seconds.
 
-        Each holds its last byte back until all have sent the rest, so that all slots are taken before one is free.
-        Raises ServiceError with the first answer that is not 200, or with what became of the connection.
+        Each holds its last byte back until all have sent the rest, so that all slots are taken before one is free; its
+        seconds are those from that byte to the last of its answer. Raises ServiceError with the first answer that is
+        not 200, or with what became of the connection.
         """
         slots = manifest.plan.slots
+        taken: queue.Queue[float] = queue.Queue()
         failures: queue.Queue[str] = queue.Queue()
         barrier = threading.Barrier(slots)
 
         def one() -> None:
             try:
-                self._infer(f"/v2/models/{manifest.name}/infer", body, headers, timeout_s, barrier)
+                taken.put(self._infer(f"/v2/models/{manifest.name}/infer", body, headers, timeout_s, barrier))
             except threading.BrokenBarrierError:
                 pass  # another request failed, and said why
             except (OSError, http.client.HTTPException, ServiceError) as error:
@@ -109,10 +112,11 @@ class Service:
             thread.join()
         if not failures.empty():
             raise ServiceError(failures.get())
+        return [taken.get() for _ in range(slots)]
 
     def _infer(
         self, path: str, body: bytes, headers: dict[str, str], timeout_s: float, barrier: threading.Barrier
-    ) -> None:
+    ) -> float:
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=timeout_s)
         try:
             connection.putrequest("POST", path)
@@ -121,14 +125,29 @@ class Service:
             connection.endheaders()
             connection.send(memoryview(body)[:-1])
             barrier.wait()
+            started = time.perf_counter()
             connection.send(body[-1:])
             response = connection.getresponse()
             if response.status != 200:
                 raise ServiceError(f"{response.status} {_error_in(response.read(_READ_BYTES))}")
             while response.read(_READ_BYTES):
                 pass
+            return time.perf_counter() - started
         finally:
             connection.close()
+
+    def metrics(self) -> dict[str, float]:
+        """The agent's counters and gauges by name and labels. Raises ServiceError."""
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=_END_S)
+        try:
+            connection.request("GET", "/metrics")
+            lines = connection.getresponse().read().decode("utf-8").splitlines()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServiceError(str(error) or type(error).__name__) from None
+        finally:
+            connection.close()
+        samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, _, value in samples}
 
     @property
     def was_killed(self) -> bool:

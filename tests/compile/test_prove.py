@@ -27,7 +27,7 @@ from targets.board import load_board
 from targets.budget import FINALISE
 from targets.bundle import Manifest, Residency, read_manifest
 from targets.errors import BudgetError, BundleError
-from targets.tensor import DType
+from targets.tensor import DType, human
 from tests.support.bundles import add, every_type, rewrite
 from tests.support.models import mlp
 
@@ -76,6 +76,28 @@ def test_a_small_bundle_fits_and_stays_below_its_plan(bundle: Path) -> None:
     assert run["measured"]["anonymous"] > 11 * MIB
     assert run["own_peaks"]["shared"] == pytest.approx(4 * MIB, rel=0.1)
     assert 0 < proof["fixed"]["anonymous"] < proof["fixed"]["predicted"]
+    speed = proof["speed"]
+    assert speed["passes"] == 4
+    assert speed["pass_s"] > 0
+    assert speed["request_s"] > 0
+    assert speed["opened_bytes"] == 0
+
+
+def test_a_streamed_bundle_says_what_a_pass_opens(tmp_path: Path) -> None:
+    options = Options(shapes=(parse_shape("x=1..16,1024"),), residency=Residency.STREAMED)
+    out = tmp_path / "mlp.tfb"
+    compile_model(mlp(tmp_path, rows="n", k=1024, n=1536), load_board("raspberry-pi-5-4gb"), out, options)
+    proof = prove(out, rounds=2)
+    assert proof.verdict is Verdict.FITS
+    assert proof.speed is not None
+    assert proof.speed.passes == 4
+    # Every turn opens the weights, 12 MiB.
+    assert proof.speed.opened_bytes > 12 * MIB
+    console = Console(record=True, width=120)
+    print_proof(proof, console)
+    lines = [line for line in console.export_text().splitlines() if "a pass" in line]
+    assert any("opened files" in line and human(proof.speed.opened_bytes) in line for line in lines)
+    assert any("time in the engine" in line and f"{proof.speed.pass_s:.3g} s" in line for line in lines)
 
 
 def test_a_limit_far_too_small_ends_with_a_verdict(bundle: Path) -> None:
