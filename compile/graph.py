@@ -5,21 +5,25 @@ Nothing else in the compiler imports onnx or onnx_ir; `ir` is re-exported from h
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 import stat
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from compile.errors import ModelError
+from compile.sparse import densify, proto_graphs
 from targets.tensor import DType, human
 
 __all__ = [
     "DTYPES",
     "STORAGE",
+    "FreshNames",
     "bodies_of",
     "constant",
     "contract_dtype",
@@ -82,13 +86,19 @@ def load_model(path: Path) -> ir.Model:
     """
     _check_file(path)
     try:
-        model = ir.load(path)
+        proto = onnx.load(path, load_external_data=False)
+        densify(proto, path)
+        _check_stored_once(proto, path)
+        model = ir.from_proto(proto)
     except (
         DecodeError, ir.serde.SerdeError, RecursionError, ValueError, KeyError, TypeError, AttributeError
     ) as error:  # fmt: skip
         raise ModelError(f"{path} is not a valid ONNX model: {_root(error)}", "check it with `onnx.checker`") from None
     if not len(model.graph) and not model.graph.outputs:
         raise ModelError(f"{path} holds no graph", "it is empty, or not an ONNX model")
+    for tensor in _tensors(model):
+        if isinstance(tensor, ir.ExternalTensor):
+            tensor.base_dir = path.parent
     _check_graph(model, path)
     _check_inline_data(model, path)
     _check_external_data(model, path)
@@ -99,32 +109,66 @@ def _root(error: BaseException) -> str:
     """The first line of what an error was first about."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+def _check_stored_once(proto: onnx.ModelProto, path: Path) -> None:
+    """Of two tensors under one name, every reader would choose its own."""
+    for graph in proto_graphs(proto):
+        names = collections.Counter(tensor.name for tensor in graph.initializer)
+        twice = next((name for name, count in names.items() if count > 1), None)
+        if twice is not None:
+            raise ModelError(f"{path}: tensor {twice!r} is stored twice in graph {graph.name!r}", "export it again")
 
 
 def _check_graph(model: ir.Model, path: Path) -> None:
     """What a graph must have before any pass can look at it; the ONNX checker is not asked, it reads all weights."""
-    graph = model.graph
-    if not graph.outputs:
+    if not model.graph.outputs:
         raise ModelError(f"{path}: the graph has no outputs", "export the model again")
     if not model.opset_imports:
         raise ModelError(f"{path} imports no operator set", "export the model again")
-    names = [value.name for value in graph.outputs]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ModelError(f"{path}: output {twice!r} is listed twice", "give the second one a name of its own")
-    for node in graph:
-        for value in node.inputs:
-            if value is None or value.producer() or value.is_graph_input() or value.is_initializer():
-                continue
-            raise ModelError(
-                f"{path}: {node.op_type} node {node.name!r} reads {value.name!r}, which nothing produces",
-                "export the model again; sparse initializers must be made dense",
-            )
+    if model.ir_version is None or model.ir_version > onnx.IR_VERSION:
+        raise ModelError(
+            f"{path} has IR version {model.ir_version}; the highest known is {onnx.IR_VERSION}",
+            "export the model with an older onnx",
+        )
+    _check_interface(model.graph, path)
+    _check_edges(model, path)
+
+
+def _check_interface(graph: ir.Graph, path: Path) -> None:
+    """Inputs and outputs have names of their own; sizes of -1, which some exporters write, become open dimensions."""
+    for role, values in (("input", graph.inputs), ("output", graph.outputs)):
+        name, count = collections.Counter(value.name for value in values).most_common(1)[0] if values else ("", 0)
+        if count > 1:
+            raise ModelError(f"{path}: {role} {name!r} is listed twice", "give the second one a name of its own")
+        if any(not value.name for value in values):
+            raise ModelError(f"{path}: an {role} has no name", "export the model again")
     for value in (*graph.inputs, *graph.outputs):
         if value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape):
-            # Some exporters write -1 where the standard leaves a dimension open.
             value.shape = ir.Shape([None if isinstance(dim, int) and dim < 0 else dim for dim in value.shape])
+
+
+def _check_edges(model: ir.Model, path: Path) -> None:
+    """Whatever is read or given is made somewhere, in subgraphs too."""
+    for node in nodes_of(model):
+        for value in node.inputs:
+            if value is not None and not _is_made(value):
+                raise ModelError(
+                    f"{path}: {node.op_type} node {node.name!r} reads {value.name!r}, which nothing produces",
+                    "export the model again",
+                )
+    for body in graphs_of(model):
+        for value in body.outputs:
+            if not _is_made(value):
+                raise ModelError(
+                    f"{path}: nothing produces {value.name!r}, an output of graph {body.name!r}",
+                    "export the model again",
+                )
+
+
+def _is_made(value: ir.Value) -> bool:
+    return value.producer() is not None or value.is_graph_input() or value.is_initializer()
 
 
 def _check_inline_data(model: ir.Model, path: Path) -> None:
@@ -272,6 +316,24 @@ def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
 def external_files(model: ir.Model) -> dict[str, Path]:
     """Location, as the model says it, and path of every external file that holds weights."""
     return {str(t.location): Path(t.path) for t in _tensors(model) if isinstance(t, ir.ExternalTensor)}
+
+
+class FreshNames:
+    """Names that no value of a model has, so that what the compiler adds never hits what the model calls its own."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._taken = {
+            value.name
+            for graph in graphs_of(model)
+            for value in (*graph.inputs, *graph.initializers.values(), *(v for node in graph for v in node.outputs))
+        }
+
+    def make(self, wanted: str) -> str:
+        """`wanted`, or where it is taken, the first of `wanted_1`, `wanted_2`, ... that is not; it is then taken."""
+        candidates = itertools.chain([wanted], (f"{wanted}_{count}" for count in itertools.count(1)))
+        name = next(candidate for candidate in candidates if candidate not in self._taken)
+        self._taken.add(name)
+        return name
 
 
 def nodes_of(model: ir.Model) -> Iterator[ir.Node]:

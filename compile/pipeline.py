@@ -19,12 +19,21 @@ from compile.activations import ActivationCache
 from compile.backends.base import Backend, Lowered, Model, Part, WeightFootprint, backend
 from compile.calibrate.samples import Sample, read_samples
 from compile.calibrate.synthetic import corners, random_samples
-from compile.errors import ModelError, OptionError
+from compile.errors import ModelError, OptionError, VerificationError
 from compile.graph import ir, load_model, nodes_of, weight_nbytes
 from compile.partition import Cut, cut, extract, positions, segments, static_sizes
 from compile.passes.base import Pass, run_passes
 from compile.passes.fold import FoldConstants
-from compile.passes.normalize import FixNames, InferShapes, InlineFunctions, LiftConstants, RemoveDeadCode, SortNodes
+from compile.passes.normalize import (
+    FixNames,
+    InferShapes,
+    InlineFunctions,
+    LiftConstants,
+    LiftIrVersion,
+    LiftOpset,
+    RemoveDeadCode,
+    SortNodes,
+)
 from compile.passes.widen import WidenHalf
 from compile.quantize.schemes import Scheme, choose_scheme
 from compile.report import report_json
@@ -51,10 +60,15 @@ from targets.tensor import Contract, DimRange, human
 
 WEIGHTS = "segments/weights.bin"
 
+# The first opset that runtimes promise to know; before it, broadcasting was an attribute.
+OLDEST_OPSET = 7
+
 # What puts the source into a form that can be cut by names that also stand in the compiled graph.
 SOURCE_FORM: tuple[Pass, ...] = (
     InlineFunctions(),
+    LiftIrVersion(),
     LiftConstants(),
+    LiftOpset(OLDEST_OPSET),
     SortNodes(),
     FixNames(),
     WidenHalf(),
@@ -147,7 +161,7 @@ def compile_model(
         _write_properties(writer, work.properties)
         sample = _write_sample(writer, work.samples[0])
         assets = _write_assets(writer, options.assets)
-        writer.add("report.json", report_json(work.name, board.name, quantization, verification, plan))
+        writer.add("report.json", report_json(work.name, board.name, quantization, verification, plan, work.notes))
         manifest = Manifest(
             schema=SCHEMA,
             name=work.name,
@@ -172,7 +186,7 @@ def compile_model(
 @dataclasses.dataclass(frozen=True)
 class _Work:
     """The model after every change that needs no weights, and what is known of it. `head` is all that the bundle's
-    bytes depend on; `scheme_is_blocked`: matrices are quantized in blocks."""
+    bytes depend on; `scheme_is_blocked`: matrices are quantized in blocks; `notes`: what the passes had to say."""
 
     name: str
     model: ir.Model
@@ -180,6 +194,7 @@ class _Work:
     inputs: Contract
     samples: list[Sample]
     sample_origin: str
+    notes: tuple[str, ...]
     lowered: Lowered
     cuts: list[Cut]
     settings: dict[str, str]
@@ -229,7 +244,9 @@ def _transform(
 
     progress.phase("transform")
     dims = bind_shapes(model, options.shapes)
-    run_passes(model, NORMALIZE)
+    notes = run_passes(model, NORMALIZE)
+    for note in notes:
+        progress.warn(note)
     inputs = _inputs_contract(model, dims)
     _check_sizes(model, inputs, board)
     samples, sample_origin = _samples(model, inputs, options, progress)
@@ -245,6 +262,7 @@ def _transform(
         inputs=inputs,
         samples=samples,
         sample_origin=sample_origin,
+        notes=tuple(notes),
         lowered=lowered,
         cuts=_cut(model, source, options),
         settings=runtime.session_settings(scheme),
@@ -374,11 +392,12 @@ def _source_chain(
 ) -> list[Link]:
     """The source model as links that the host can hold, making every value that crosses between `parts`.
 
-    A model that fits as a whole is the very file it came from, loaded as any user of the runtime would.
+    A model that fits as a whole is the very file it came from, loaded as any user of the runtime would. What the
+    runtime refuses to load so, for the sake of names or of an old opset, is loaded in the form that passes gave it.
     """
     limit = segment_limit(options.host_memory)
     if len(parts) == 1 and source_bytes <= limit:
-        return [Link("source", parts[0].inputs, parts[0].outputs, lambda: runtime.load(source, {}))]
+        return [Link("source", parts[0].inputs, parts[0].outputs, lambda: _load_whole(source, options, runtime))]
     form = _source_form(source, options)
     crossing = {name for part in parts for name in part.outputs}
     ends = cut(positions(form, static_sizes(_at_largest(source, options, SOURCE_FORM)), crossing), limit)
@@ -386,6 +405,16 @@ def _source_chain(
         Link(str(index), each.inputs, each.outputs, functools.partial(_load_source, runtime, form, each, source.parent))
         for index, each in enumerate(segments(form, ends, crossing))
     ]
+
+
+def _load_whole(source: Path, options: Options, runtime: Backend) -> Model:
+    try:
+        return runtime.load(source, {})
+    except VerificationError as refused:
+        try:
+            return runtime.load_mapped(_source_form(source, options), source.parent)
+        except VerificationError:
+            raise refused from None
 
 
 def _load_source(runtime: Backend, form: ir.Model, part: Cut, folder: Path) -> Model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,16 +16,21 @@ from targets.tensor import TensorSpec, human
 
 
 def report_json(
-    name: str, target: str, quantization: Quantization, verification: Verification, plan: MemoryPlan
+    name: str,
+    target: str,
+    quantization: Quantization,
+    verification: Verification,
+    plan: MemoryPlan,
+    notes: Sequence[str],
 ) -> bytes:
-    """The report file of a bundle; `warnings` repeats what was said on the terminal."""
+    """The report file of a bundle; `warnings` repeats what was said on the terminal, `notes` of the model included."""
     report: dict[str, Any] = {
         "model": name,
         "target": target,
         "quantization": quantization,
         "verification": verification,
         "memory": memory_summary(plan),
-        "warnings": warnings(verification),
+        "warnings": [*notes, *warnings(verification)],
     }
     return msgspec.json.format(msgspec.json.encode(report, order="sorted"), indent=1) + b"\n"
 

@@ -2,7 +2,8 @@
 
 A *fact* is something a graph can be held against (`sorted`, `unique_names`, ...). A pass names the facts it
 requires and those it ensures; `run_passes` checks the first before and the second after each pass, and after
-every pass that the model's inputs and outputs kept their names and order.
+every pass that the model's inputs and outputs kept their names and order. A pass that mended what a person should
+know of returns it in words.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ class Pass:
     requires: ClassVar[tuple[str, ...]] = ()
     ensures: ClassVar[tuple[str, ...]] = ()
 
-    def apply(self, model: ir.Model) -> None:
-        """Change the model; raises ModelError where it holds something the pass cannot treat."""
+    def apply(self, model: ir.Model) -> Sequence[str] | None:
+        """Change the model; returns what the person should know of it, a sentence each.
+
+        Raises ModelError where the model holds something that the pass cannot treat.
+        """
         raise NotImplementedError
 
 
@@ -75,17 +79,22 @@ FACTS: dict[str, Callable[[ir.Model], str | None]] = {
 """Fact -> check that returns what contradicts it, or None."""
 
 
-def run_passes(model: ir.Model, passes: Sequence[Pass], on_pass: Callable[[Pass], None] | None = None) -> None:
-    """Apply the passes in order, in place, holding each to its facts; `on_pass` hears each before it runs."""
+def run_passes(model: ir.Model, passes: Sequence[Pass], on_pass: Callable[[Pass], None] | None = None) -> list[str]:
+    """Apply the passes in order, in place, holding each to its facts; returns what they have to say.
+
+    `on_pass` hears each pass after it, when the model is as the pass left it.
+    """
     interface = _interface(model)
+    notes: list[str] = []
     for step in passes:
-        if on_pass:
-            on_pass(step)
         _check(model, step, "requires", step.requires)
-        step.apply(model)
+        notes.extend(step.apply(model) or ())
         _check(model, step, "ensures", step.ensures)
         if _interface(model) != interface:
             raise ModelError(f"pass {step} changed the model's inputs or outputs", "please report this")
+        if on_pass:
+            on_pass(step)
+    return notes
 
 
 def _check(model: ir.Model, step: Pass, role: str, facts: tuple[str, ...]) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 from onnx_ir.passes import PassError, Sequential, common
 from onnxscript.version_converter import ConvertVersionPass
 
 from compile.errors import ModelError
-from compile.graph import ir, nodes_of
+from compile.graph import FreshNames, graphs_of, ir, nodes_of
 from compile.host import give_back
 from compile.passes.base import Pass
 
@@ -25,6 +27,36 @@ class InlineFunctions(Pass):
 
 
 @dataclasses.dataclass(frozen=True)
+class LiftIrVersion(Pass):
+    """Raise the IR version to at least `minimum`, and make every weight a constant.
+
+    Before IR version 4 each weight is an input too; from then on an input with a value is a default that the caller
+    may override, which a bundle does not offer.
+    """
+
+    minimum: int = 8
+
+    def apply(self, model: ir.Model) -> Sequence[str]:
+        defaults = (
+            [v.name for v in model.graph.inputs if v.is_initializer()] if model.ir_version >= _DEFAULTS_IR else []
+        )
+        common.RemoveInitializersFromInputsPass()(model)
+        model.ir_version = max(model.ir_version, self.minimum)
+        if not defaults:
+            return ()
+        return [f"inputs with a default are compiled as constants: {_few(defaults)}"]
+
+
+# Since this version an initializer need not be an input, so that being one means something.
+_DEFAULTS_IR = 4
+
+
+def _few(names: Sequence[object]) -> str:
+    """A readable part of a list."""
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@dataclasses.dataclass(frozen=True)
 class LiftConstants(Pass):
     """Make Constant nodes initializers, of every size: some exporters keep all their weights in them."""
 
@@ -32,21 +64,20 @@ class LiftConstants(Pass):
     ensures: ClassVar = ("no_constant_nodes",)
 
     def apply(self, model: ir.Model) -> None:
+        names = FreshNames(model)
         for node in list(nodes_of(model)):
             if node.op_type == "Constant" and node.domain == "" and node.outputs[0].is_graph_output():
-                _free_from_output(node.outputs[0], node.graph)
+                _free_from_output(node.outputs[0], node.graph, names)
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         for graph in model.graphs():
             for value in list(graph.initializers.values()):
                 if graph is not model.graph and value.is_graph_output():
-                    _free_from_output(value, graph)
+                    _free_from_output(value, graph, names)
         # Weights of a subgraph go to the main graph, where they are written as external data like all others.
         common.LiftSubgraphInitializersToMainGraphPass()(model)
-        # IR versions below 4 list weights among the inputs, where a caller could override them.
-        common.RemoveInitializersFromInputsPass()(model)
 
 
-def _free_from_output(value: ir.Value, graph: ir.Graph | ir.Function | None) -> None:
+def _free_from_output(value: ir.Value, graph: ir.Graph | ir.Function | None, names: FreshNames) -> None:
     """Put an Identity between a constant and the graph output that it is, so that the constant can move."""
     if graph is None:
         raise ValueError(f"{value.name!r} belongs to no graph")
@@ -54,7 +85,7 @@ def _free_from_output(value: ir.Value, graph: ir.Graph | ir.Function | None) -> 
     result = copy.outputs[0]
     result.type, result.shape = value.type, value.shape
     ir.convenience.replace_all_uses_with(value, result, replace_graph_outputs=True)
-    result.name, value.name = value.name, f"{value.name}.constant"
+    result.name, value.name = value.name, names.make(f"{value.name}.constant")
     copy.replace_input_with(0, value)
     graph.append(copy)
 
@@ -63,42 +94,67 @@ def _free_from_output(value: ir.Value, graph: ir.Graph | ir.Function | None) -> 
 class InferShapes(Pass):
     """ONNX shape inference; large weights are kept out, since over 2 GB it returns an empty graph.
 
-    Shapes are inferred anew, but for fixed outputs: the exporter's names are older than the ranges bound since, and
-    some say what is not so, which a runtime only notices where a segment takes the value as its input.
+    Shapes are inferred anew: the exporter's names are older than the ranges bound since, and some say what is not so,
+    which a runtime only notices where a segment takes the value as its input. What inference cannot find out stays as
+    the exporter said.
     """
 
-    def apply(self, model: ir.Model) -> None:
-        stale = {
-            value: value.shape
-            for node in model.graph
-            for value in node.outputs
-            if value.shape is not None and not (value.shape.is_static() and value.is_graph_output())
-        }
-        for value in stale:
+    def apply(self, model: ir.Model) -> Sequence[str]:
+        declared = {v: v.shape for node in model.graph for v in node.outputs if v.shape is not None}
+        for value in declared:
             value.shape = None
         common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
         give_back()
-        for value, shape in stale.items():
+        symbols = {str(dim) for value in model.graph.inputs for dim in value.shape or () if not isinstance(dim, int)}
+        wrong: list[str] = []
+        for value, shape in declared.items():
             if value.shape is None:
                 value.shape = shape
+            elif len(shape) != len(value.shape) or any(
+                isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(shape, value.shape, strict=True)
+            ):
+                wrong.append(f"{value.name!r} is {_shown(value.shape)}, not {_shown(shape)}")
+            elif value.is_graph_output() and shape.is_static():
+                known = [
+                    b if isinstance(b, int) or str(b) in symbols else a for a, b in zip(shape, value.shape, strict=True)
+                ]
+                value.shape = ir.Shape(known)
+        if not wrong:
+            return ()
+        more = f" and {len(wrong) - 2} more" if len(wrong) > 2 else ""
+        return [f"the model states shapes that do not follow from its inputs: {'; '.join(wrong[:2])}{more}"]
+
+
+def _shown(shape: ir.Shape) -> str:
+    return f"[{','.join(str(dim) for dim in shape)}]"
 
 
 @dataclasses.dataclass(frozen=True)
 class LiftOpset(Pass):
-    """Raise the ONNX opset to at least `minimum`, where a lowering needs an operator's newer form."""
+    """Raise the ONNX opset to at least `minimum`, where a runtime or a lowering needs an operator's newer form."""
 
     minimum: int
 
-    def apply(self, model: ir.Model) -> None:
+    requires: ClassVar = ("no_functions", "no_constant_nodes")
+    ensures: ClassVar = ("no_functions", "no_constant_nodes")
+
+    def apply(self, model: ir.Model) -> Sequence[str]:
         have = model.graph.opset_imports.get("")
         if have is None or have >= self.minimum:
-            return
+            return ()
+        hint = f"export the model with opset_version={self.minimum} or higher"
         try:
             ConvertVersionPass(target_version=self.minimum, fallback=True)(model)
-        except (PassError, RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise ModelError(f"cannot raise opset {have} to {self.minimum}: {reason}", "use --scheme fp32") from None
+        except (PassError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ModelError(f"cannot raise opset {have} to {self.minimum}: {reason}", hint) from None
+        if model.graph.opset_imports.get("", 0) < self.minimum:
+            # The converter logs why, and leaves the model as it is.
+            raise ModelError(f"cannot raise opset {have} to {self.minimum}: ONNX's converter refuses the model", hint)
         model.opset_imports.update(model.graph.opset_imports)
+        # What an old operator had as attributes, its newer form takes as constants.
+        LiftConstants().apply(model)
+        return [f"the model was raised from opset {have} to {self.minimum}"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +194,9 @@ class FixNames(Pass):
 
     ensures: ClassVar = ("unique_names",)
 
-    def apply(self, model: ir.Model) -> None:
+    def apply(self, model: ir.Model) -> Sequence[str]:
+        counts = collections.Counter((g, node.name) for g in graphs_of(model) for node in g if node.name)
+        shared = [f"{count} nodes named {name!r}" for (_, name), count in counts.items() if count > 1]
         common.NameFixPass()(model)
         # That pass works by scope: two branches may still use one name.
         top = model.graph
@@ -149,6 +207,7 @@ class FixNames(Pass):
             while value.name and owner.setdefault(value.name, value) is not value:
                 count += 1
                 value.name = f"{name}_{count}"
+        return [f"names must differ, so these were renamed: {'; '.join(shared[:3])}"] if shared else ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from compile.graph import bodies_of, graphs_of, ir
+from compile.graph import FreshNames, bodies_of, graphs_of, ir
 from compile.passes.base import Pass
 
 _HALF, _FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT
@@ -28,6 +28,7 @@ class WidenHalf(Pass):
     def apply(self, model: ir.Model) -> None:
         if not _has_half(model):
             return
+        names = FreshNames(model)
         narrow = [index for index, value in enumerate(model.graph.outputs) if value.dtype == _HALF and value.producer()]
         for graph in graphs_of(model):
             _widen_nodes(graph)
@@ -39,9 +40,9 @@ class WidenHalf(Pass):
             given = model.graph.inputs if graph is model.graph else ()
             for value in [*graph.initializers.values(), *given]:
                 if value.dtype == _HALF or (value.const_value is not None and value.const_value.dtype == _HALF):
-                    _cast_behind(model, graph, value, places)
+                    _cast_behind(model, graph, value, places, names)
         for index in narrow:
-            _narrow_output(model.graph, index)
+            _narrow_output(model.graph, index, names)
 
 
 def _has_half(model: ir.Model) -> bool:
@@ -70,7 +71,7 @@ def _widen_type(value: ir.Value) -> None:
         value.dtype = _FLOAT
 
 
-def _cast_behind(model: ir.Model, graph: ir.Graph, value: ir.Value, places: _Places) -> None:
+def _cast_behind(model: ir.Model, graph: ir.Graph, value: ir.Value, places: _Places, names: FreshNames) -> None:
     """Let everything that reads `value` read a Cast of it instead.
 
     The Cast stands in front of the first reader, so that a segment of the graph holds its own weights and no others.
@@ -78,7 +79,7 @@ def _cast_behind(model: ir.Model, graph: ir.Graph, value: ir.Value, places: _Pla
     uses = list(value.uses())
     wide = ir.node("Cast", [value], {"to": int(_FLOAT)}, name=f"{value.name}.widen")
     result = wide.outputs[0]
-    result.name, result.shape, result.dtype = f"{value.name}.wide", value.shape, _FLOAT
+    result.name, result.shape, result.dtype = names.make(f"{value.name}.wide"), value.shape, _FLOAT
     for use in uses:
         use.node.replace_input_with(use.idx, result)
     for body in graphs_of(model):
@@ -106,11 +107,11 @@ def _places(graph: ir.Graph) -> _Places:
     return places
 
 
-def _narrow_output(graph: ir.Graph, index: int) -> None:
+def _narrow_output(graph: ir.Graph, index: int, names: FreshNames) -> None:
     """The model's own output is FP16 again, under its own name."""
     value = graph.outputs[index]
     name = value.name
-    value.name = f"{name}.wide"
+    value.name = names.make(f"{name}.wide")
     narrow = ir.node("Cast", [value], {"to": int(_HALF)}, name=f"{name}.narrow")
     result = narrow.outputs[0]
     result.name, result.shape, result.dtype = name, value.shape, _HALF

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from compile.__main__ import main
 from targets.board import board_source
@@ -165,13 +165,6 @@ def graph(nodes: list[Any], outputs: list[Any] | None = None, **more: Any) -> on
     return model(nodes, [value("x", [1, 40])], outputs if outputs is not None else [value("y", None)], **more)
 
 
-def sparse() -> onnx.ModelProto:
-    made = graph([node("MatMul", ["x", "w"], ["y"])])
-    values, places = init("w", np.ones(1, np.float32)), init("", np.array([5]))
-    made.graph.sparse_initializer.append(helper.make_sparse_tensor(values, places, [40, 4]))
-    return made
-
-
 def without_opset() -> onnx.ModelProto:
     made = graph([node("Relu", ["x"], ["y"])])
     del made.opset_import[:]
@@ -205,7 +198,6 @@ GRAPHS: dict[str, tuple[Callable[[], onnx.ModelProto], list[str], str]] = {
         "output 'y' is listed twice",
     ),
     "input from nowhere": (lambda: graph([node("Add", ["x", "q"], ["y"])]), [], "reads 'q', which nothing produces"),
-    "sparse weight": (sparse, [], "sparse initializers must be made dense"),
     "custom domain": (
         lambda: graph([node("Magic", ["x"], ["y"], domain="com.acme")], [value("y", [1, 40])], domains=["com.acme"]),
         [],
