@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from compile.backends.base import Lowered
-from compile.graph import STORAGE, constant, dims_of, ir, nodes_of
+from compile.graph import STORAGE, FreshNames, constant, dims_of, ir, nodes_of
 from compile.passes.base import run_passes
 from compile.passes.normalize import LiftOpset
 from compile.quantize.blockwise import BlockFormat, Once, quantize_matrix
@@ -32,7 +32,7 @@ MIN_ELEMENTS = 1024
 CONV_OPSET = 13
 
 # Counted even where their weights are few or computed, so that the report accounts for every one.
-_ALWAYS_COUNTED = ("MatMul", "Gemm", "Conv")
+_ALWAYS_COUNTED = ("MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN")
 _TOO_SMALL = f"fewer than {MIN_ELEMENTS} weights"
 
 
@@ -53,8 +53,13 @@ class Weight:
         return dims_of(self.tensor)[1 if self.transposed else 0]
 
     @property
-    def key(self) -> str:
-        return f"{self.value.name}{'.T' if self.transposed else ''}"
+    def name(self) -> str:
+        return self.value.name or ""
+
+    @property
+    def turned(self) -> str:
+        """Suffix of what is made of it: one matrix may be used both ways."""
+        return ".T" if self.transposed else ""
 
 
 class _Leave(Exception):  # noqa: N818 - not an error: the reason why an operator stays as it is
@@ -81,8 +86,9 @@ class _Rewriter:
         self.scheme = scheme
         self.quantized: collections.Counter[str] = collections.Counter()
         self.left: dict[tuple[str, str], list[int]] = {}
-        self._made: dict[str, ir.Value] = {}
-        self._blocks: dict[str, Once] = {}
+        self._names = FreshNames(model)
+        self._made: dict[tuple[str, str], ir.Value] = {}
+        self._blocks: dict[tuple[str, str], Once] = {}
 
     def visit(self, node: ir.Node) -> None:
         weights = sum(
@@ -93,7 +99,8 @@ class _Rewriter:
         handler = self._handlers().get(node.op_type) if node.domain in ("", "ai.onnx") else None
         try:
             if handler is None or (not weights and node.op_type not in _ALWAYS_COUNTED):
-                if weights and node.op_type not in ("Reshape", "Identity", "Transpose", "Cast"):
+                moves = node.op_type in ("Reshape", "Identity", "Transpose", "Cast")
+                if (weights and not moves) or node.op_type in _ALWAYS_COUNTED:
                     raise _Leave("no quantized kernel for this operator")
                 return
             handler(node)
@@ -164,10 +171,10 @@ class _Rewriter:
             raise _Leave("the kernel is computed")
         self._require_float(tensor)
         name = kernel.name or ""
-        codes = self._lazy(f"{name}.int8", ir.DataType.INT8, dims_of(tensor), _channel_codes(tensor, name, 0))
-        scales = self._lazy(f"{name}.scale", ir.DataType.FLOAT, dims_of(tensor)[:1], _channel_scales(tensor, name, 0))
+        codes = self._lazy(name, ".int8", ir.DataType.INT8, dims_of(tensor), _channel_codes(tensor, name, 0))
+        scales = self._lazy(name, ".scale", ir.DataType.FLOAT, dims_of(tensor)[:1], _channel_scales(tensor, name, 0))
         restore = ir.node("DequantizeLinear", [codes, scales], {"axis": 0}, name=f"{node.name}.weight")
-        restore.outputs[0].name = f"{node.name}.weight"
+        restore.outputs[0].name = self._names.make(f"{node.name}.weight")
         _graph_of(node).insert_before(node, restore)
         node.replace_input_with(1, restore.outputs[0])
 
@@ -177,8 +184,8 @@ class _Rewriter:
             tensor = constant(node.inputs[0]) if node.op_type == "Cast" and node.inputs else None
             if tensor is None or tensor.dtype != ir.DataType.FLOAT16 or node.outputs[0].dtype != ir.DataType.FLOAT:
                 continue
-            name = f"{node.inputs[0].name if node.inputs[0] is not None else node.name}.float32"
-            wide = self._lazy(name, ir.DataType.FLOAT, dims_of(tensor), _as_float(tensor))
+            name = node.inputs[0].name if node.inputs[0] is not None else node.name
+            wide = self._lazy(name or "", ".float32", ir.DataType.FLOAT, dims_of(tensor), _as_float(tensor))
             node.outputs[0].replace_all_uses_with(wide)
 
     # -- matrices ----------------------------------------------------------------------------------------
@@ -198,15 +205,18 @@ class _Rewriter:
         return ir.node("MatMulNBits", inputs, attributes, domain=CONTRIB, name=f"{node.name}.quantized")
 
     def _multiply_dynamic(self, node: ir.Node, data: ir.Value, weight: Weight, bias: ir.Value | None) -> ir.Node:
-        tensor, name = weight.tensor, weight.value.name or ""
+        tensor, name = weight.tensor, weight.name
         axis = 0 if weight.transposed else 1
         codes = self._lazy(
-            f"{weight.key}.int8",
+            name,
+            f"{weight.turned}.int8",
             ir.DataType.INT8,
             (weight.k, weight.n),
             _channel_codes(tensor, name, axis, transpose=weight.transposed),
         )
-        scales = self._lazy(f"{weight.key}.scale", ir.DataType.FLOAT, (weight.n,), _channel_scales(tensor, name, axis))
+        scales = self._lazy(
+            name, f"{weight.turned}.scale", ir.DataType.FLOAT, (weight.n,), _channel_scales(tensor, name, axis)
+        )
         inputs = [data, codes, scales, *([None, bias] if bias else [])]
         return ir.node("DynamicQuantizeMatMul", inputs, domain=CONTRIB, name=f"{node.name}.quantized")
 
@@ -245,64 +255,78 @@ class _Rewriter:
         self, weight: Weight, form: BlockFormat, flat: bool
     ) -> tuple[ir.Value, ir.Value, ir.Value | None]:
         """Codes, scales and zero points; `flat` gives Gather's two-dimensional view of the same bytes."""
-        n, k, key, name = weight.n, weight.k, weight.key, weight.value.name or ""
+        n, k, name, turned = weight.n, weight.k, weight.name, weight.turned
         tensor, transposed = weight.tensor, weight.transposed
         shared = self._blocks.setdefault(
-            key,
+            (name, turned),
             Once(lambda: quantize_matrix(name, tensor.numpy(), transposed, form), 3 if form.zero_point else 2),
         )
         code_shape: tuple[int, ...] = form.code_shape(n, k)
-        suffix = ".table" if flat else ""
+        table = ".table" if flat else ""
         if flat:
             code_shape = (n, code_shape[1] * code_shape[2])
         codes = self._lazy(
-            f"{key}.q{form.bits}{suffix}",
+            name,
+            f"{turned}.q{form.bits}{table}",
             ir.DataType.UINT8,
             code_shape,
             lambda: shared.get().codes.reshape(code_shape),
-            f"{key}.codes",
+            f"{turned}.codes",
         )
         scales = self._lazy(
-            f"{key}.scale",
+            name,
+            f"{turned}.scale",
             ir.DataType.FLOAT,
             (n, form.blocks(k)),
             lambda: shared.get().scales,
-            f"{key}.scales",
+            f"{turned}.scales",
         )
         if not form.zero_point:
             return codes, scales, None
         zeros = self._lazy(
-            f"{key}.zero",
+            name,
+            f"{turned}.zero",
             ir.DataType.UINT8,
             form.zero_point_shape(n, k),
             lambda: shared.get().zero_points,
-            f"{key}.zeros",
+            f"{turned}.zeros",
         )
         return codes, scales, zeros
 
     def _lazy(
-        self, name: str, dtype: ir.DataType, shape: tuple[int, ...], compute: Callable[[], Any], storage: str = ""
+        self,
+        weight: str,
+        suffix: str,
+        dtype: ir.DataType,
+        shape: tuple[int, ...],
+        compute: Callable[[], Any],
+        storage: str = "",
     ) -> ir.Value:
-        """An initializer of the main graph whose bytes are computed when they are written; made once per name."""
-        if name in self._made:
-            return self._made[name]
+        """An initializer of the main graph whose bytes are computed when they are written; made once for each suffix.
+
+        It is named after the weight, by a name that the model has not. Those of one weight with equal `storage` have
+        equal bytes.
+        """
+        if (weight, suffix) in self._made:
+            return self._made[weight, suffix]
+        name = self._names.make(weight + suffix)
         tensor = ir.LazyTensor(
             lambda: ir.tensor(np.ascontiguousarray(compute()), dtype=dtype, name=name),
             dtype=dtype,
             shape=ir.Shape(shape),
             name=name,
-            metadata_props={STORAGE: storage} if storage else None,
+            metadata_props={STORAGE: f"{storage}:{weight}"} if storage else None,
         )
         value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=tensor)
         self.model.graph.register_initializer(value)
-        self._made[name] = value
+        self._made[weight, suffix] = value
         return value
 
     def _replace(self, node: ir.Node, *new: ir.Node) -> None:
         """Put `new` in the place of `node`; the last one's result takes over its name, type and uses."""
         old, result = node.outputs[0], new[-1].outputs[0]
         for step in new[:-1]:
-            step.outputs[0].name = f"{step.name}.out"
+            step.outputs[0].name = self._names.make(f"{step.name}.out")
         result.name, result.type, result.shape = old.name, old.type, old.shape
         ir.convenience.replace_nodes_and_values(_graph_of(node), node, [node], list(new), [old], [result])
 
