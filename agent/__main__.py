@@ -18,6 +18,7 @@ except ModuleNotFoundError as error:
 
 from agent import finalise as finalising
 from agent.config import EngineOptions, Memory, load_config
+from agent.images import load_images
 from agent.models import Model, machine_budget, open_model
 from targets.bundle import Residency
 from targets.errors import TightfitError
@@ -155,7 +156,9 @@ def check(
 ) -> None:
     """Verify a bundle as serve would: every file's digest, and that its plan fits this machine."""
     budget = machine_budget(os_reserve_mib)
-    _say(_summary(open_model(bundle, budget), budget))
+    model = open_model(bundle, budget)
+    load_images(model)
+    _say(_summary(model, budget))
 
 
 def _summary(model: Model, budget: int) -> str:

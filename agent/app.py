@@ -18,6 +18,7 @@ from agent.config import Config
 from agent.gateway import Gateway
 from agent.http.protocol import address_of, listen, runner_of
 from agent.http.v2 import V2
+from agent.images import Images, load_images
 from agent.laid_out import FinaliseError, locate
 from agent.models import Model, machine_budget, open_model
 from agent.telemetry import Telemetry
@@ -53,7 +54,7 @@ def serve(config: Config, announce: Announce) -> None:
         log.get("gateway").warning("unpacked is for float weights: quantized ones may run many times slower")
     if model.to_lay_out:
         model = dataclasses.replace(model, finalised=_laid_out(config, model))
-    uvloop.run(_serve(config, model, announce))
+    uvloop.run(_serve(config, model, load_images(model), announce))
 
 
 def _laid_out(config: Config, model: Model) -> Path:
@@ -72,7 +73,7 @@ def _laid_out(config: Config, model: Model) -> Path:
     return finalise.build(model, cache, config.engine.intra_op_threads, progress).folder
 
 
-async def _serve(config: Config, model: Model, announce: Announce) -> None:
+async def _serve(config: Config, model: Model, images: Images | None, announce: Announce) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -81,7 +82,7 @@ async def _serve(config: Config, model: Model, announce: Announce) -> None:
     try:
         if not await _unless(stop, gateway.start()):
             return
-        await _listen(config, gateway, announce, stop)
+        await _listen(config, gateway, images, announce, stop)
     finally:
         await gateway.close()
 
@@ -101,8 +102,10 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
     return False
 
 
-async def _listen(config: Config, gateway: Gateway, announce: Announce, stop: asyncio.Event) -> None:
-    runner = runner_of(V2(gateway, config, version()).application(), _FLUSH_S)
+async def _listen(
+    config: Config, gateway: Gateway, images: Images | None, announce: Announce, stop: asyncio.Event
+) -> None:
+    runner = runner_of(V2(gateway, images, config, version()).application(), _FLUSH_S)
     await runner.setup()
     try:
         server = await listen(runner, config.http)

@@ -10,8 +10,9 @@ from agent.memory import mem_total_bytes
 from agent.runtimes import backend_module
 from targets.board import MIB
 from targets.budget import budget_of_machine, check_plan
-from targets.bundle import Manifest, Residency, read_manifest, verify_files
+from targets.bundle import Manifest, Residency, read_manifest, safe_path, verify_files
 from targets.errors import BudgetError, BundleError
+from targets.recipe import asset_of, check_input, check_outputs, memory_bytes, read_labels
 from targets.tensor import Contract, human
 
 LAID_OUT = frozenset({Residency.MAPPED, Residency.STREAMED})
@@ -75,6 +76,7 @@ def open_model(folder: Path, budget: int, residency: Residency | None = None) ->
     layout = Layout.of(manifest.contract, manifest.plan.slots)
     _check_memory(manifest, layout, budget)
     verify_files(folder, manifest)
+    labels_of(folder, manifest)
     residencies = tuple(residency or segment.residency for segment in manifest.segments)
     return Model(folder, manifest, manifest.digest, layout, residencies)
 
@@ -89,6 +91,18 @@ def _check_servable(manifest: Manifest) -> None:
     if manifest.plan.slots < 1:
         raise BundleError("the plan has no slots", "compile the bundle again with at least one")
     _check_segments(manifest)
+    if manifest.recipe:
+        check_input(manifest.recipe, manifest.contract)
+        check_outputs(manifest.recipe, manifest.contract)
+        if asset_of(manifest.recipe) not in ("", *manifest.assets):
+            raise BundleError(f"the recipe reads {asset_of(manifest.recipe)}, which the bundle does not have")
+
+
+def labels_of(folder: Path, manifest: Manifest) -> tuple[str, ...]:
+    """Names of the classes that the recipe's answers have; none without a recipe. The files are verified before."""
+    if manifest.recipe is None:
+        return ()
+    return read_labels(manifest.recipe, manifest.contract, lambda path: safe_path(folder, path).read_bytes())
 
 
 def _check_segments(manifest: Manifest) -> None:
@@ -123,3 +137,11 @@ def _check_memory(manifest: Manifest, layout: Layout, budget: int) -> None:
             f"which need {human(layout.nbytes)}",
             "compile the bundle again",
         )
+    if manifest.recipe:
+        images = plan.phase("run").term("recipe")
+        needed = memory_bytes(manifest.recipe, manifest.contract)
+        if images is None or images.nbytes < needed:
+            raise BudgetError(
+                f"the plan counts {human(images.nbytes if images else 0)} for images, which need {human(needed)}",
+                "compile the bundle again",
+            )

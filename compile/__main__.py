@@ -14,6 +14,7 @@ from rich.markup import escape
 from targets.board import load_board
 from targets.bundle import Residency, read_manifest, verify_files
 from targets.errors import TightfitError, did_you_mean
+from targets.recipe import load_recipe
 from targets.tensor import human, parse_size
 
 PROGRAM = "tightfit-compile"
@@ -48,6 +49,9 @@ def compile_command(
     residency: Annotated[
         str, typer.Option(help="heap, mapped, streamed or unpacked; by default the first that fits the board.")
     ] = "",
+    recipe: Annotated[
+        str, typer.Option(help="How images become its input and outputs answers: a name or a .toml file.")
+    ] = "",
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON, nothing else.")] = False,
 ) -> None:
     """Compile MODEL for a board.
@@ -80,6 +84,7 @@ def compile_command(
         overwrite=overwrite,
         host_memory=parse_size(host_memory),
         residency=_residency(residency),
+        recipe=load_recipe(recipe) if recipe else None,
     )
     board = load_board(target)
     with JsonProgress() if json_output else TerminalProgress() as progress:

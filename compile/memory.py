@@ -163,12 +163,14 @@ is several times as long, compressed bodies are held twice; neither is in the pl
 @dataclasses.dataclass(frozen=True)
 class Footprint:
     """What one bundle needs beside its arena: weights of every segment, the runtime's scratch, one request slot, and
-    that slot's inputs alone."""
+    that slot's inputs alone; with a recipe, what images take: decoded in the gateway, and encoded as they arrive."""
 
     weights: Sequence[WeightFootprint]
     workspace: int
     slot: int
     inputs: int
+    images: int = 0
+    encoded: int = 0
 
 
 # What is tried, in order, when nobody chose: fastest first. Block-quantized kernels need their own layout of the
@@ -211,7 +213,8 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residency: Re
     finalise: one segment at a time is mapped, laid out on the heap, and written. Only where files are made so.
     load:     weights one after the other; while one is laid out, its source is mapped beside the copy.
     run:      what stays of that, the arena, each slot in the slab that both processes share, and the bodies that the
-              gateway reads, as they arrived and joined. Answers leave straight from the slab.
+              gateway reads, as they arrived and joined. Answers leave straight from the slab. With a recipe also the
+              image library and the one image that is being decoded.
     """
     fixed = Term("runtime", "anonymous", board.memory.runtime_fixed_mib * MIB)
     weights = _WEIGHT_TERMS[residency](needs.weights)
@@ -225,7 +228,8 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residency: Re
                 Term("activations", "anonymous", arena.height),
                 Term("workspace", "anonymous", needs.workspace),
                 Term("io_slots", "shared", slots * needs.slot),
-                Term("bodies", "anonymous", slots * needs.inputs * BODY_COPIES),
+                Term("bodies", "anonymous", slots * max(needs.inputs, needs.encoded) * BODY_COPIES),
+                *([Term("recipe", "anonymous", needs.images)] if needs.images else []),
             ),
         ),
     ]

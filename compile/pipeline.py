@@ -56,6 +56,7 @@ from targets.bundle import (
     Verification,
 )
 from targets.errors import BudgetError
+from targets.recipe import METADATA, Recipe, check_input, check_outputs, memory_bytes, read_labels
 from targets.tensor import Contract, DimRange, human
 
 WEIGHTS = "segments/weights.bin"
@@ -104,6 +105,7 @@ class Options:
     overwrite: bool = False
     host_memory: int = 2 << 30
     residency: Residency | None = None
+    recipe: Recipe | None = None
 
     def recorded(self) -> dict[str, str]:
         """The options that shape the bundle, as the manifest keeps them: no paths."""
@@ -178,6 +180,7 @@ def compile_model(
             options=options.recorded(),
             tools=_tools(runtime),
             files=writer.files,
+            recipe=options.recipe,
         )
         writer.commit(manifest)
     return manifest
@@ -249,6 +252,7 @@ def _transform(
         progress.warn(note)
     inputs = _inputs_contract(model, dims)
     _check_sizes(model, inputs, board)
+    _check_recipe(model, dims, options)
     samples, sample_origin = _samples(model, inputs, options, progress)
     lowered = runtime.lower(model, scheme)
     run_passes(model, (RemoveDeadCode(), FixNames(), SortNodes()))
@@ -305,7 +309,8 @@ def _plan(
     )
     inputs = sum(spec.max_nbytes for spec in contract.inputs)
     slot = inputs + sum(spec.max_nbytes for spec in contract.outputs)
-    needs = memory.Footprint(weights, practical - arena.height, slot, inputs)
+    images = (memory_bytes(options.recipe, contract), options.recipe.decode.max_bytes) if options.recipe else ()
+    needs = memory.Footprint(weights, practical - arena.height, slot, inputs, *images)
     return contract, *memory.choose(board, arena, needs, options.slots, options.residency, work.scheme_is_blocked)
 
 
@@ -455,6 +460,25 @@ def _inputs_contract(model: ir.Model, dims: dict[str, DimRange]) -> Contract:
     return msgspec.structs.replace(full, outputs=())
 
 
+def _check_recipe(model: ir.Model, dims: dict[str, DimRange], options: Options) -> None:
+    """Whether the recipe goes with the model, and its labels with the classes, before any work is done."""
+    if options.recipe is None:
+        return
+    contract = build_contract(model, dims, {value.name or "": 0 for value in model.graph.outputs})
+    check_input(options.recipe, contract)
+    check_outputs(options.recipe, contract)
+    carried = {f"assets/{path.name}": path for path in options.assets}
+
+    def read(name: str) -> bytes:
+        if name == METADATA:
+            return _properties_json(dict(model.metadata_props))
+        if name not in carried:
+            raise OptionError(f"the recipe reads {name}", f"give the file with --asset .../{Path(name).name}")
+        return carried[name].read_bytes()
+
+    read_labels(options.recipe, contract, read)
+
+
 def _check_sizes(model: ir.Model, contract: Contract, board: Board) -> None:
     """No tensor may be larger than the board allows, before one is made: a small file can ask for terabytes."""
     ceiling = min(budget_bytes(board), board.memory.contiguous_ceiling_mib * MIB)
@@ -499,8 +523,11 @@ def _strip_metadata(model: ir.Model) -> None:
 def _write_properties(writer: BundleWriter, properties: dict[str, str]) -> None:
     """The model's own metadata (labels, alphabets) become an asset."""
     if properties:
-        text = json.dumps(dict(sorted(properties.items())), ensure_ascii=False, indent=1)
-        writer.add("assets/metadata.json", text.encode())
+        writer.add(METADATA, _properties_json(properties))
+
+
+def _properties_json(properties: dict[str, str]) -> bytes:
+    return json.dumps(dict(sorted(properties.items())), ensure_ascii=False, indent=1).encode()
 
 
 def _error_limit(options: Options, scheme: Scheme) -> float | None:

@@ -22,6 +22,7 @@ import msgspec
 
 from targets.budget import MemoryPlan
 from targets.errors import BundleError
+from targets.recipe import Recipe
 from targets.tensor import Contract, human
 
 SCHEMA = 1
@@ -129,7 +130,10 @@ class Verification(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a bundle promises. The agent trusts nothing of it before `read_bundle` has checked the files."""
+    """What a bundle promises. The agent trusts nothing of it before `read_bundle` has checked the files.
+
+    `recipe` says how an encoded image becomes the input and the outputs an answer; None: tensors only.
+    """
 
     schema: int
     name: str
@@ -146,6 +150,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, str]
     tools: dict[str, str]
     files: tuple[FileEntry, ...]
+    recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
         if self.schema != SCHEMA:

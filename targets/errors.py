@@ -34,6 +34,14 @@ class ContractError(TightfitError):
     """Tensors do not match what the bundle promises to take."""
 
 
+class RecipeError(TightfitError):
+    """A recipe is not valid, or does not go with the model."""
+
+
+class ImageError(TightfitError):
+    """An encoded image is damaged, too large, or of another kind."""
+
+
 class BudgetError(TightfitError):
     """Something does not fit the memory of the board."""
 

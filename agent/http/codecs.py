@@ -7,6 +7,8 @@ Everything a client can get wrong raises ContractError or RefusedError, which th
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import math
 from collections.abc import Sequence
@@ -19,8 +21,9 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from numpy.typing import NDArray
 
 from agent.http.json_data import pack_json, unpack_json
-from agent.strings import unpack_strings
+from agent.strings import pack_strings, unpack_strings
 from targets.errors import ContractError, did_you_mean
+from targets.recipe import ENCODED, IMAGE
 from targets.tensor import FROM_OIP, Contract, DType, TensorSpec, human
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -70,13 +73,15 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A checked request. `shapes` and `payloads` (raw little-endian, BYTES length-prefixed) follow the contract."""
+    """A checked request. `shapes` and `payloads` (raw little-endian, BYTES length-prefixed) follow the contract, which
+    is the one for images if `is_image`."""
 
     id: str | None
     shapes: tuple[tuple[int, ...], ...]
     payloads: tuple[Payload, ...]
     wishes: tuple[Wish, ...]
     timeout_s: float | None
+    is_image: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +106,13 @@ def largest_body(contract: Contract) -> int:
 # --- decoding
 
 
-def decode_infer(body: bytes, header_length: str | None, contract: Contract) -> InferRequest:
+def decode_infer(
+    body: bytes, header_length: str | None, contract: Contract, images: Contract | None = None
+) -> InferRequest:
     """Check an infer request against the contract and give its tensors as raw bytes.
 
-    `body` is already decompressed, `header_length` the text of the HTTP header or None.
+    `body` is already decompressed, `header_length` the text of the HTTP header or None. `images` is the contract for
+    a single BYTES input `image`, where the model has a recipe.
     """
     view = memoryview(body)
     cut = _header_length(header_length, len(body))
@@ -113,6 +121,8 @@ def decode_infer(body: bytes, header_length: str | None, contract: Contract) -> 
     given = {item.name: (_dtype(item), item.shape) for item in parsed.inputs}
     if len(given) != len(parsed.inputs):
         raise ContractError("two inputs have one name", "name each input once")
+    is_image = images is not None and IMAGE in given and given[IMAGE][0] is DType.STRING
+    contract = images if images is not None and is_image else contract
     contract.check_inputs(given)
     payloads: dict[str, Payload] = {}
     for item in parsed.inputs:
@@ -129,6 +139,7 @@ def decode_infer(body: bytes, header_length: str | None, contract: Contract) -> 
         tuple(payloads[spec.name] for spec in contract.inputs),
         _wishes(parsed, contract),
         _timeout(parsed.parameters),
+        is_image,
     )
 
 
@@ -199,6 +210,8 @@ def _payload(item: _Input, spec: TensorSpec, binary: memoryview) -> tuple[Payloa
         if not isinstance(item.data, Raw):
             raise ContractError(f"input {spec.name!r} has no data", "give data, or binary_data_size and the bytes")
         payload = pack_json(item.data, spec, item.shape)
+        if spec.layout == ENCODED:
+            payload = _from_base64(payload, spec)
     else:
         size = item.parameters["binary_data_size"]
         if type(size) is not int or size < 0 or size > len(binary):
@@ -214,9 +227,19 @@ def _payload(item: _Input, spec: TensorSpec, binary: memoryview) -> tuple[Payloa
     return payload, binary
 
 
+def _from_base64(payload: bytes, spec: TensorSpec) -> bytes:
+    """JSON has no bytes: those of an encoded input come as base64 text."""
+    try:
+        return pack_strings(base64.b64decode(text, validate=True) for text in unpack_strings(memoryview(payload), 1))
+    except (binascii.Error, ValueError) as error:
+        raise ContractError(f"input {spec.name!r} is not base64: {error}", "or send it as binary data") from None
+
+
 def _check_binary(payload: memoryview, spec: TensorSpec, shape: list[int], count: int) -> None:
     if spec.dtype is DType.STRING:
         for position, text in enumerate(unpack_strings(payload, count)):
+            if spec.layout == ENCODED:
+                continue
             try:
                 text.decode("utf-8")
             except UnicodeDecodeError:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 
 from agent import log
 from agent.config import Config
@@ -30,10 +32,12 @@ from agent.http.codecs import (
     encode_parts,
     largest_body,
 )
+from agent.images import Images
 from agent.request import Result
+from agent.strings import pack_strings, unpack_strings
 from agent.telemetry import CONTENT_TYPE
 from targets.errors import TightfitError, did_you_mean
-from targets.tensor import DType, TensorSpec
+from targets.tensor import Contract, DType, TensorSpec
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -46,6 +50,8 @@ _OFF_LOOP_RAW_BYTES = 4 << 20
 # Parsing is Python work under one interpreter lock: more threads would only take turns.
 _THREADS = 2
 _MAX_ERROR_CHARACTERS = 2000
+# The JSON around an image.
+_HEAD_BYTES = 64 << 10
 # An answer of raw tensors past this is sent straight out of its slot, in pieces, and never stands in memory twice.
 _STREAMED_BYTES = 256 << 10
 _PIECE_BYTES = 128 << 10
@@ -54,14 +60,19 @@ _SERVER = {"Server": "tightfit-agent"}
 
 
 class V2:
-    """Handlers over one gateway."""
+    """Handlers over one gateway. `images`: how the model takes encoded images, if it does."""
 
-    def __init__(self, gateway: Gateway, config: Config, version: str) -> None:
+    def __init__(self, gateway: Gateway, images: Images | None, config: Config, version: str) -> None:
         self._gateway = gateway
+        self._images = images
         self._model = gateway.model
         self._version = version
         self._log = log.get("http")
-        self._body_bytes = min(config.http.body_bytes, largest_body(self._model.contract))
+        self._image_bytes = min(config.http.body_bytes, images.max_bytes) if images else 0
+        largest = largest_body(self._model.contract)
+        if images:
+            largest = max(largest, _base64_body(images.max_bytes))
+        self._body_bytes = min(config.http.body_bytes, largest)
         self._body_s = config.http.body_s
         self._send_s = config.http.send_s
         self._has_strings = any(spec.dtype is DType.STRING for spec in self._model.contract.inputs)
@@ -77,12 +88,17 @@ class V2:
         for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             app.router.add_get(prefix, self.metadata)
             app.router.add_get(f"{prefix}/ready", self.model_ready)
-            app.router.add_post(f"{prefix}/infer", self.infer, expect_handler=self._expect)
+            app.router.add_post(f"{prefix}/infer", self.infer, expect_handler=partial(self._expect, self._body_bytes))
+            if self._images:
+                expect = partial(self._expect, self._image_bytes)
+                app.router.add_post(f"{prefix}/image", self.image, expect_handler=expect)
         app.on_cleanup.append(self._cleanup)
         return app
 
     async def _cleanup(self, _: web.Application) -> None:
         self._threads.shutdown(wait=False)
+        if self._images:
+            self._images.thread.shutdown(wait=False)
 
     # --- what the server and the model are
 
@@ -110,6 +126,7 @@ class V2:
                 "platform": f"{self._model.manifest.runtime}_onnx",
                 "inputs": [_describe(spec) for spec in contract.inputs],
                 "outputs": [_describe(spec) for spec in contract.outputs],
+                **({"parameters": self._images.describe()} if self._images else {}),
             }
         )
 
@@ -120,11 +137,21 @@ class V2:
     # --- infer
 
     async def infer(self, request: web.Request) -> web.StreamResponse:
+        """Tensors in, tensors out; or an image in and an answer out, as tensors."""
+        return await self._settled(self._infer, request)
+
+    async def image(self, request: web.Request) -> web.StreamResponse:
+        """An image file in, whatever Content-Type it has; the answer as JSON, a list for every output."""
+        return await self._settled(self._image, request)
+
+    async def _settled(
+        self, handler: Callable[[Call, web.Request], Awaitable[web.StreamResponse]], request: web.Request
+    ) -> web.StreamResponse:
         """One request from its head to its answer; whatever happens, its call is settled exactly once."""
         call = self._gateway.open()
         reason, message = Reason.OK, ""
         try:
-            return await self._infer(call, request)
+            return await handler(call, request)
         except asyncio.CancelledError:
             reason = Reason.DISCONNECTED
             raise
@@ -145,11 +172,7 @@ class V2:
         return _refusal(reason, message, unread=not request.content.is_eof())
 
     async def _infer(self, call: Call, request: web.Request) -> web.StreamResponse:
-        self._check_model(request)
-        check_length(request, self._body_bytes)
-        slot = await self._gateway.admit(call)
-        left_s = call.deadline - time.monotonic()
-        body = await read_body(request, self._body_bytes, min(self._body_s, max(left_s, 0.001)))
+        slot, body = await self._receive(call, request, self._body_bytes)
         header_length = request.headers.get(HEADER_LENGTH)
         encoding = request.headers.get("Content-Encoding", "")
         quick = not encoding and self._quick(len(body), header_length)
@@ -157,13 +180,48 @@ class V2:
         del body  # from here on its tensors stand in the slot
         if decoded.timeout_s is not None:
             self._gateway.set_timeout(call, decoded.timeout_s)
+        accept = request.headers.get("Accept-Encoding")
+        images = self._images
+        if images and decoded.is_image:
+            (image,) = unpack_strings(memoryview(decoded.payloads[0]), 1)
+            answer = await self._ask(call, slot, image)
+            return await self._off_loop(self._encode, decoded, _tensors_of(decoded, answer, images.contract), accept)
         result = await self._gateway.infer(call, decoded.shapes, nbytes, tuple(w.index for w in decoded.wishes))
         size = sum(output.nbytes for output in result.outputs)
-        accept = request.headers.get("Accept-Encoding")
         raw = all(w.binary for w in decoded.wishes) and choose_encoding(accept, True, size) is None
         if raw and size >= _STREAMED_BYTES:
             return await self._stream(request, decoded, result, slot)
-        return await self._in_turn(size < _OFF_LOOP_BYTES, self._encode, decoded, result, slot, accept)
+        tensors = self._tensors(decoded, result, slot)
+        return await self._in_turn(size < _OFF_LOOP_BYTES, self._encode, decoded, tensors, accept)
+
+    async def _image(self, call: Call, request: web.Request) -> web.StreamResponse:
+        slot, body = await self._receive(call, request, self._image_bytes)
+        if encoding := request.headers.get("Content-Encoding"):
+            body = await self._off_loop(decompress, body, encoding, self._image_bytes)
+        answer = await self._ask(call, slot, body)
+        return _json(
+            {
+                "model_name": self._model.name,
+                "model_version": self._model.version,
+                **{name: _listed(array) for name, array in answer.items()},
+            }
+        )
+
+    async def _receive(self, call: Call, request: web.Request, limit: int) -> tuple[int, bytes]:
+        """(slot, body): who has no slot sends no body."""
+        self._check_model(request)
+        check_length(request, limit)
+        slot = await self._gateway.admit(call)
+        left_s = call.deadline - time.monotonic()
+        return slot, await read_body(request, limit, min(self._body_s, max(left_s, 0.001)))
+
+    async def _ask(self, call: Call, slot: int, image: bytes) -> dict[str, NDArray[Any]]:
+        """The answer to an encoded image."""
+        images, slab = self._images, self._gateway.slab
+        assert images is not None  # noqa: S101 - for the type checker: only then images are taken
+        filled = await self._off_loop(images.fill, image, slab, slot, threads=images.thread)
+        result = await self._gateway.infer(call, (filled.shape,), (filled.nbytes,), images.outputs)
+        return await self._off_loop(images.answer, result, slab, slot, filled, threads=images.thread)
 
     def _quick(self, nbytes: int, header_length: str | None) -> bool:
         """Whether a body takes no time to decode: little JSON, and not too much to copy."""
@@ -174,15 +232,19 @@ class V2:
     def _decode(
         self, body: bytes, encoding: str, header_length: str | None, slot: int
     ) -> tuple[InferRequest, tuple[int, ...]]:
-        """Decode the body and write its tensors into the slot: (request without them, bytes of each)."""
-        decoded = decode_infer(decompress(body, encoding, self._body_bytes), header_length, self._model.contract)
+        """Decode the body and write its tensors into the slot: (request without them, bytes of each). An image stays
+        in the request."""
+        images = self._images.contract if self._images else None
+        body = decompress(body, encoding, self._body_bytes)
+        decoded = decode_infer(body, header_length, self._model.contract, images)
+        if decoded.is_image:
+            return decoded, ()
         for index, payload in enumerate(decoded.payloads):
             self._gateway.slab.input(slot, index)[: len(payload)] = np.frombuffer(payload, np.uint8)
         return replace(decoded, payloads=()), tuple(len(payload) for payload in decoded.payloads)
 
-    def _encode(self, decoded: InferRequest, result: Result, slot: int, accept: str | None) -> web.Response:
-        """Copy the outputs out of the slot, in the form each was asked for."""
-        tensors = self._tensors(decoded, result, slot)
+    def _encode(self, decoded: InferRequest, tensors: list[OutputTensor], accept: str | None) -> web.Response:
+        """Copy the outputs, in the form each was asked for."""
         body, json_length = encode_infer(self._model.name, self._model.version, decoded.id, tensors)
         kind = "application/json" if json_length is None else "application/octet-stream"
         headers = {"Content-Type": kind, **_SERVER}
@@ -241,10 +303,10 @@ class V2:
                 f"available: {self._model.version}",
             )
 
-    async def _expect(self, request: web.Request) -> web.StreamResponse | None:
+    async def _expect(self, limit: int, request: web.Request) -> web.StreamResponse | None:
         """Answer `Expect: 100-continue`: a body that would be refused is refused before it is sent."""
         try:
-            check_length(request, self._body_bytes)
+            check_length(request, limit)
         except RefusedError as error:
             return _refusal(error.reason, str(error), unread=True)
         if request.headers.get("Expect", "").lower() != "100-continue":
@@ -260,14 +322,34 @@ class V2:
             return function(*arguments)
         return await self._off_loop(function, *arguments)
 
-    async def _off_loop(self, function: Callable[..., T], *arguments: Any) -> T:
-        future = asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+    async def _off_loop(self, function: Callable[..., T], *arguments: Any, threads: Executor | None = None) -> T:
+        future = asyncio.get_running_loop().run_in_executor(threads or self._threads, function, *arguments)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             # A thread cannot be stopped, and the slot must not be released while one works in it.
             await asyncio.wait([future])
             raise
+
+
+def _base64_body(nbytes: int) -> int:
+    """No request with an image of that size in base64 needs more."""
+    return nbytes * 4 // 3 + _HEAD_BYTES
+
+
+def _tensors_of(decoded: InferRequest, answer: dict[str, NDArray[Any]], contract: Contract) -> list[OutputTensor]:
+    """The wanted outputs of an answer."""
+    wanted = [(contract.outputs[wish.index], wish.binary) for wish in decoded.wishes]
+    return [OutputTensor(spec, answer[spec.name].shape, _raw(answer[spec.name]), binary) for spec, binary in wanted]
+
+
+def _raw(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """An output's bytes as they are on the wire."""
+    return np.frombuffer(pack_strings(array) if array.dtype == object else array.tobytes(), np.uint8)
+
+
+def _listed(array: NDArray[Any]) -> list[Any]:
+    return [text.decode() for text in array] if array.dtype == object else array.tolist()
 
 
 class _CutOffError(RefusedError):
