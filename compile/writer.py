@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from compile.errors import OptionError
+from compile.finite import refuse_nan
 from compile.graph import STORAGE, dims_of, ir
 from compile.journal import Journal, Record, verified_prefix
 from targets.bundle import MANIFEST, FileEntry, Manifest, dumps
@@ -117,14 +118,18 @@ class BundleWriter:
     def add_graph(self, path: str, model: ir.Model, sink: TensorSink, progress: Callable[[int], None]) -> None:
         """Write a graph whose weights go into `sink`; `progress` hears the bytes of each tensor.
 
-        The graph's tensors are looked at one at a time. Afterwards its initializers point into the file.
+        The graph's tensors are looked at one at a time. Afterwards its initializers point into the file. Raises
+        ModelError for a tensor with NaN, by name.
         """
         for value in model.graph.initializers.values():
             tensor = value.const_value
             if tensor is None or tensor.dtype == ir.DataType.STRING:
                 continue
             if tensor.nbytes < INLINE_BYTES:
-                value.const_value = ir.tensor(tensor.numpy(), dtype=tensor.dtype, name=value.name)
+                array = tensor.numpy()
+                if tensor.dtype.is_floating_point():
+                    refuse_nan(value.name or "", array, array)
+                value.const_value = ir.tensor(array, dtype=tensor.dtype, name=value.name)
                 self.inline_bytes += tensor.nbytes
             else:
                 value.const_value = sink.put(tensor, value.name or "")
@@ -228,7 +233,7 @@ class TensorSink:
         """Write the tensor unless its bytes are there; returns a reference to them."""
         key = _storage_key(tensor, name)
         if key not in self._placed:
-            self._placed[key] = self._append(tensor, key)
+            self._placed[key] = self._append(tensor, name, key)
         record = self._placed[key]
         if key not in self._counted:
             self._counted.add(key)
@@ -243,11 +248,11 @@ class TensorSink:
             base_dir=self.path.parent,
         )
 
-    def _append(self, tensor: ir.TensorProtocol, key: str) -> Record:
+    def _append(self, tensor: ir.TensorProtocol, name: str, key: str) -> Record:
         self._write(b"\0" * (-self.nbytes % PAGE))
         start = self.nbytes
         digest = hashlib.sha256()
-        for piece in _pieces(tensor):
+        for piece in _pieces(tensor, name):
             self._write(piece)
             digest.update(piece)
         record = Record(key, start, self.nbytes - start, digest.hexdigest())
@@ -263,14 +268,17 @@ class TensorSink:
             view = view[written:]
 
 
-def _pieces(tensor: ir.TensorProtocol) -> Iterator[bytes | memoryview]:
-    """The tensor's bytes; of a mapped one a piece at a time, so that it is never whole in memory."""
-    if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype.itemsize < 1:
+def _pieces(tensor: ir.TensorProtocol, name: str) -> Iterator[bytes | memoryview]:
+    """The tensor's bytes, a piece at a time, so that a mapped one is never whole in memory; NaN is refused."""
+    if tensor.dtype.itemsize < 1:
         yield tensor.tobytes()
         return
-    view = memoryview(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data)
-    for start in range(0, len(view), PIECE_BYTES):
-        yield view[start : start + PIECE_BYTES]
+    flat = np.ascontiguousarray(tensor.numpy()).reshape(-1)
+    for start in range(0, flat.size, PIECE_BYTES // flat.itemsize):
+        piece = flat[start : start + PIECE_BYTES // flat.itemsize]
+        if tensor.dtype.is_floating_point():
+            refuse_nan(name, piece, flat)
+        yield memoryview(piece.view(np.uint8))  # type: ignore[arg-type]
 
 
 def _storage_key(tensor: ir.TensorProtocol, name: str) -> str:

@@ -7,6 +7,7 @@ import logging
 import math
 from typing import ClassVar
 
+import numpy as np
 from onnxscript.optimizer import fold_constants
 
 from compile.errors import ModelError
@@ -53,6 +54,9 @@ class FoldConstants(Pass):
         """False where the result is, or could be, larger than its cap: it would be computed before it is measured."""
         if node.op_type in _GROWING or any(v is not None and v.dtype == ir.DataType.STRING for v in node.inputs):
             return False
+        if any(_holds_nan(value) for value in node.inputs):
+            # It is refused when it is written, under the name that it has in the model.
+            return False
         if node.op_type == "Transpose" and any(_size(v) >= _WEIGHT_ELEMENTS for v in node.inputs):
             # Lowering looks through it; folded, a tied table and matrix would be stored twice.
             return False
@@ -66,6 +70,13 @@ class FoldConstants(Pass):
             elif elements > _UNKNOWN_RESULT_ELEMENTS:
                 return False
         return None
+
+
+def _holds_nan(value: ir.Value | None) -> bool:
+    tensor = value.const_value if value is not None else None
+    if tensor is None or not tensor.dtype.is_floating_point() or tensor.size > FoldConstants.max_input_elements:
+        return False
+    return bool(np.isnan(tensor.numpy()).any())
 
 
 def _size(value: ir.Value | None) -> int:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from compile.errors import ModelError
+from compile.finite import refuse_nonfinite
 
 Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
@@ -161,7 +161,7 @@ def quantize_matrix(name: str, weight: npt.NDArray[np.floating], transposed: boo
         start, stop = bounds
         slab = weight[start:stop].T if transposed else weight[:, start:stop]
         columns = np.ascontiguousarray(slab, dtype=np.float32)
-        check_finite(name, columns)
+        refuse_nonfinite(name, columns, weight)
         part = quantize_columns(columns, form)
         codes[start:stop], scales[start:stop] = part.codes, part.scales
         if zeros is not None and part.zero_points is not None:
@@ -181,12 +181,6 @@ def quantize_matrix(name: str, weight: npt.NDArray[np.floating], transposed: boo
 def _slabs(n: int, k: int) -> Iterator[tuple[int, int]]:
     step = max(1, SLAB_BYTES // (4 * max(k, 1)))
     yield from ((start, min(start + step, n)) for start in range(0, n, step))
-
-
-def check_finite(name: str, values: npt.NDArray[np.floating]) -> None:
-    """Raise ModelError if a weight holds NaN or infinity."""
-    if not np.isfinite(values).all():
-        raise ModelError(f"weight {name!r} holds NaN or infinity", "repair the model, or compile with --scheme fp32")
 
 
 class Once:

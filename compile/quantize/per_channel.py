@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from compile.quantize.blockwise import SLAB_BYTES, check_finite
+from compile.finite import refuse_nonfinite
+from compile.quantize.blockwise import SLAB_BYTES
 
 Weight = npt.NDArray[np.floating]
 Scales = npt.NDArray[np.float32]
@@ -22,7 +23,7 @@ def channel_scales(name: str, weight: Weight, axis: int) -> Scales:
     scales = np.empty(len(channels), np.float32)
     for start, stop in _slabs(channels):
         values = channels[start:stop].reshape(stop - start, -1).astype(np.float32)
-        check_finite(name, values)
+        refuse_nonfinite(name, values, weight)
         scales[start:stop] = np.abs(values, out=values).max(axis=1, initial=0) / np.float32(127)
     scales[scales == 0] = 1
     return scales

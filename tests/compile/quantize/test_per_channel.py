@@ -68,5 +68,5 @@ def test_temporaries_do_not_grow_with_the_weight() -> None:
 def test_nan_is_named() -> None:
     weight = normal(4, 4)
     weight[3, 3] = np.nan
-    with pytest.raises(ModelError, match="'w' holds NaN"):
+    with pytest.raises(ModelError, match="'w' holds 1 NaN"):
         quantize_channels("w", weight, 0)
