@@ -52,6 +52,10 @@ def compile_command(
     recipe: Annotated[
         str, typer.Option(help="How images become its input and outputs answers: a name or a .toml file.")
     ] = "",
+    dump_after: Annotated[
+        str, typer.Option(help="Write the graph after this pass to NAME.NN-PASS.onnx, weights referred to.")
+    ] = "",
+    dump_to: Annotated[Path | None, typer.Option(help="Folder for that; by default the bundle's.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON, nothing else.")] = False,
 ) -> None:
     """Compile MODEL for a board.
@@ -84,6 +88,8 @@ def compile_command(
         overwrite=overwrite,
         host_memory=parse_size(host_memory),
         residency=_residency(residency),
+        dump_after=dump_after,
+        dump_to=dump_to,
         recipe=load_recipe(recipe) if recipe else None,
     )
     board = load_board(target)

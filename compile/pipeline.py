@@ -19,6 +19,7 @@ from compile.activations import ActivationCache
 from compile.backends.base import Backend, Lowered, Model, Part, WeightFootprint, backend
 from compile.calibrate.samples import Sample, read_samples
 from compile.calibrate.synthetic import corners, random_samples
+from compile.dump import check_pass_name, dump_after
 from compile.errors import ModelError, OptionError, VerificationError
 from compile.graph import ir, load_model, nodes_of, weight_nbytes
 from compile.partition import Cut, cut, extract, positions, segments, static_sizes
@@ -92,6 +93,7 @@ class Options:
     """What a person can choose. `max_error`: limit of relative L2 per output, None for the scheme's default.
 
     `host_memory`: bytes that compiling may take, whatever the model's size; larger models are cut into more segments.
+    `dump_after`: the pass after which the graph is written to the folder `dump_to`, by default the bundle's.
     """
 
     scheme: str = "fp32"
@@ -105,6 +107,8 @@ class Options:
     overwrite: bool = False
     host_memory: int = 2 << 30
     residency: Residency | None = None
+    dump_after: str = ""
+    dump_to: Path | None = None
     recipe: Recipe | None = None
 
     def recorded(self) -> dict[str, str]:
@@ -143,9 +147,9 @@ def compile_model(
     _check_options(options)
     runtime = backend(board.runtime.name)
     scheme = choose_scheme(options.scheme, board)
-    work = _transform(source, board, options, runtime, scheme, progress)
+    work = _transform(source, out, board, options, runtime, scheme, progress)
     with BundleWriter(out, work.head, options.overwrite) as writer, work.stamp.hashing() as digests:
-        parts, weights, weight_bytes = _write_segments(writer, work, runtime, digests, progress)
+        parts, weights, weight_bytes = _write_segments(writer, work, runtime, options.host_memory, digests, progress)
 
         progress.phase("verify")
         errors, segment_errors = _verify(source, writer, options, runtime, work, parts)
@@ -221,6 +225,8 @@ class _Work:
 def _check_options(options: Options) -> None:
     """What can be refused before the model is looked at."""
     segment_limit(options.host_memory)
+    if options.dump_after:
+        check_pass_name(options.dump_after, NORMALIZE)
     if options.max_error is not None and not options.max_error >= 0:
         raise OptionError(f"--max-error {options.max_error} is no limit", "give a number that is zero or more")
     names = [path.name for path in options.assets]
@@ -235,7 +241,7 @@ def _check_options(options: Options) -> None:
 
 
 def _transform(
-    source: Path, board: Board, options: Options, runtime: Backend, scheme: Scheme, progress: Progress
+    source: Path, out: Path, board: Board, options: Options, runtime: Backend, scheme: Scheme, progress: Progress
 ) -> _Work:
     """Read the model and do everything to it that needs no weights."""
     name = _model_name(options.name or source.stem)
@@ -247,9 +253,11 @@ def _transform(
 
     progress.phase("transform")
     dims = bind_shapes(model, options.shapes)
-    notes = run_passes(model, NORMALIZE)
+    dump = dump_after(options.dump_after, model, options.dump_to or out.absolute().parent, out.stem)
+    notes = run_passes(model, NORMALIZE, dump)
     for note in notes:
         progress.warn(note)
+    runtime.check_operators(model)
     inputs = _inputs_contract(model, dims)
     _check_sizes(model, inputs, board)
     _check_recipe(model, dims, options)
@@ -353,6 +361,26 @@ def segment_limit(host_memory: int) -> int:
     return (host_memory - BASE_BYTES) // 2
 
 
+def check_host_memory(pieces: Sequence[ir.Model], footprint: Sequence[WeightFootprint], host_memory: int) -> None:
+    """Refuse segments that cannot be made any smaller and that this host could not hold.
+
+    At once there are: the weights of a segment that the runtime lays out anew, or one tensor that is being made.
+    Weights that stay mapped take nothing that the kernel could not have back.
+    """
+    for index, (piece, weights) in enumerate(zip(pieces, footprint, strict=True)):
+        held = [tensor for tensor in _initializers(piece) if not isinstance(tensor, ir.ExternalTensor)]
+        needed = max([weights.heap, *(tensor.nbytes for tensor in held)])
+        if BASE_BYTES + needed > host_memory:
+            largest = max(_initializers(piece), key=lambda tensor: tensor.nbytes)
+            least = -(-(BASE_BYTES + needed) // MIB)
+            raise OptionError(
+                f"--host-memory {human(host_memory)} leaves {human(host_memory - BASE_BYTES)} for weights; segment "
+                f"{index:02} needs {human(needed)} and cannot be cut, its tensor {largest.name!r} has "
+                f"{human(largest.nbytes)}",
+                f"say --host-memory {least}MiB or more",
+            )
+
+
 def _source_form(source: Path, options: Options) -> ir.Model:
     """The source model as exported, but for what cutting needs."""
     model = load_model(source)
@@ -371,7 +399,7 @@ def _at_largest(source: Path, options: Options, passes: Sequence[Pass]) -> ir.Mo
 
 
 def _write_segments(
-    writer: BundleWriter, work: _Work, runtime: Backend, digests: Digests, progress: Progress
+    writer: BundleWriter, work: _Work, runtime: Backend, host_memory: int, digests: Digests, progress: Progress
 ) -> tuple[list[Part], list[WeightFootprint], int]:
     """Write every segment; returns where they are, where their weights will be on the board, and weight bytes."""
     planned = work.planned_bytes
@@ -379,15 +407,15 @@ def _write_segments(
     progress.phase("quantize and write", planned)
     both = _Both(progress, planned, digests)
     parts: list[Part] = []
-    footprint: list[WeightFootprint] = []
+    pieces = [work.model] if len(work.cuts) == 1 else [extract(work.model, part) for part in work.cuts]
+    footprint = [runtime.weight_footprint(piece) for piece in pieces]
+    check_host_memory(pieces, footprint, host_memory)
     with writer.weights(WEIGHTS) as sink:
         if sink.resumed_bytes:
             progress.warn(f"an interrupted compilation left {human(sink.resumed_bytes)} of weights, which are kept")
-        for index, part in enumerate(work.cuts):
+        for index, (part, piece) in enumerate(zip(work.cuts, pieces, strict=True)):
             path = f"segments/{index:02}.onnx"
-            segment = work.model if len(work.cuts) == 1 else extract(work.model, part)
-            footprint.append(runtime.weight_footprint(segment))
-            writer.add_graph(path, segment, sink, both.advance)
+            writer.add_graph(path, piece, sink, both.advance)
             parts.append(Part(writer.folder / path, part.inputs, part.outputs))
         return parts, footprint, sink.tensor_bytes + writer.inline_bytes
 

@@ -93,6 +93,9 @@ class Model(Protocol):
 class Backend(Protocol):
     """One runtime, as a module."""
 
+    def check_operators(self, model: ir.Model) -> None:
+        """Raise ModelError that names the operators which this runtime does not know, and where they are."""
+
     def lower(self, model: ir.Model, scheme: Scheme) -> Lowered:
         """Rewrite the graph, in place, into what this runtime executes best under the scheme."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from compile.backends import ort_footprint, ort_lowering, ort_observe, ort_session
-from compile.graph import ir
+from compile.errors import ModelError
+from compile.graph import ir, nodes_of
 from compile.quantize.schemes import Scheme
 
 lower = ort_lowering.lower
@@ -14,6 +15,25 @@ observe = ort_observe.observe
 runs_within = ort_observe.runs_within
 load = ort_session.load
 version = ort_session.version
+
+
+def check_operators(model: ir.Model) -> None:
+    """Raise ModelError for operators that onnxruntime has not, or has only in later opsets."""
+    known = ort_session.known_operators()
+    unknown: dict[str, str] = {}
+    for node in nodes_of(model):
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        opset = model.graph.opset_imports.get(domain)
+        if known.get((domain, node.op_type), 1 << 31) > (opset or 1):
+            at = f" at opset {opset}" if opset and (domain, node.op_type) in known else ""
+            unknown.setdefault(f"{domain or 'ai.onnx'}::{node.op_type}{at}", node.name or "")
+    if unknown:
+        listed = ", ".join(f"{name} (node {node!r})" for name, node in list(unknown.items())[:5])
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        raise ModelError(
+            f"onnxruntime {version()} has no operator {listed}{more}",
+            "export the model with standard operators, or with these as functions of the model",
+        )
 
 
 def session_settings(scheme: Scheme) -> dict[str, str]:  # noqa: ARG001 - part of the Backend protocol

@@ -5,6 +5,7 @@ The compiler's only door to onnxruntime. Nothing here imports onnx, so that a pr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state
 
 from compile.errors import VerificationError
 
@@ -19,6 +21,16 @@ from compile.errors import VerificationError
 def version() -> str:
     """Version of onnxruntime."""
     return str(onnxruntime.__version__)
+
+
+@functools.cache
+def known_operators() -> dict[tuple[str, str], int]:
+    """(domain, operator) -> the first opset of the domain that has it; "" is the domain of ONNX itself."""
+    known: dict[tuple[str, str], int] = {}
+    for schema in onnxruntime_pybind11_state.get_all_operator_schema():
+        key = schema.domain, schema.name
+        known[key] = min(schema.since_version, known.get(key, schema.since_version))
+    return known
 
 
 class OrtModel:
