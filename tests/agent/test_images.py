@@ -186,7 +186,7 @@ def test_images_take_no_more_than_the_plan_has(agent: Agent, tmp_path: Path) -> 
     with serving(bundle, tmp_path / "log") as small:
         before = peak(small)
         with ThreadPoolExecutor(6) as threads:
-            for answer in [threads.submit(ask, small, large) for _ in range(12)]:
+            for answer in [threads.submit(ask, small, large) for _ in range(6)]:
                 answer.result()
         grown = peak(small) - before
     manifest = read_manifest(bundle)

@@ -108,8 +108,8 @@ def test_a_model_that_does() -> None:
     recipe = parse_recipe(GOOD, "t")
     check_input(recipe, IMAGE)
     check_outputs(recipe, IMAGE)
+    tall = parse_recipe(GOOD.replace("stretch", "height"), "t")
     with pytest.raises(RecipeError, match="needs one height"):
-        tall = parse_recipe(GOOD.replace("stretch", "height"), "t")
         check_input(tall, contract(1, 3, "w", 32))
 
 
