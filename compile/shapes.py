@@ -17,7 +17,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _EXAMPLE = "write NAME=DIM,DIM,... with DIM a size, MIN..MAX or MIN..OPT..MAX, as in x=1..8,3,48,320..1600"
 
 ShapeRequest = tuple[str, tuple[DimRange, ...]]
-"""An input name (or a pattern such as `past.*`) and the range of each of its axes."""
+"""An input name (or a pattern such as `past.*`) and the range of each of its axes; or a symbol and its range."""
 
 
 def parse_shape(text: str) -> ShapeRequest:
@@ -43,18 +43,25 @@ def _parse_dim(dim: str, text: str) -> DimRange:
 def bind_shapes(model: ir.Model, requests: Sequence[ShapeRequest]) -> dict[str, DimRange]:
     """Give every dynamic input dimension a size or a named range, in place; returns the ranges.
 
-    A symbol that several inputs share is bound once, for all of them. A range of one size becomes that size.
+    A symbol that several inputs share is bound once, for all of them; `batch=1..8` binds it by its own name, where no
+    input is called so. A range of one size becomes that size.
     Raises OptionError when a request fits no input or contradicts the model, and when dimensions stay open.
     """
     inputs = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
     names = [value.name or "" for value in inputs]
+    open_dims = dict.fromkeys(dim for value in inputs for dim in _dims(value) if isinstance(dim, str))
     symbols: dict[str, DimRange] = {}
     for pattern, ranges in requests:
         matched = [v for v in inputs if v.name == pattern] or [
             v for v in inputs if fnmatch.fnmatchcase(v.name or "", pattern)
         ]
+        if not matched and pattern in open_dims and len(ranges) == 1:
+            _bind_symbol(pattern, ranges[0], symbols)
+            continue
         if not matched:
-            raise OptionError(f"--shape: no input {pattern!r}", did_you_mean(pattern, names))
+            raise OptionError(
+                f"--shape: no input or dimension {pattern!r}", did_you_mean(pattern, [*names, *open_dims])
+            )
         for value in matched:
             _bind_one(value, ranges, symbols)
     _require_bound(inputs, symbols)
@@ -82,23 +89,39 @@ def _bind_one(value: ir.Value, ranges: tuple[DimRange, ...], symbols: dict[str, 
         if isinstance(dim, int):
             if (wanted.min, wanted.max) != (dim, dim):
                 raise OptionError(f"--shape gives {wanted} for axis {axis} of {shown}, which is always {dim}")
-        elif symbols.setdefault(dim, wanted) != wanted:
-            raise OptionError(f"--shape binds dimension {dim!r} twice: {symbols[dim]} and {wanted}")
+        else:
+            _bind_symbol(dim, wanted, symbols)
+
+
+def _bind_symbol(symbol: str, wanted: DimRange, symbols: dict[str, DimRange]) -> None:
+    if symbols.setdefault(symbol, wanted) != wanted:
+        raise OptionError(f"--shape binds dimension {symbol!r} twice: {symbols[symbol]} and {wanted}")
 
 
 def _require_bound(inputs: list[ir.Value], symbols: Mapping[str, DimRange]) -> None:
     missing: list[str] = []
+    axes: list[str] = []
     bound = set(symbols)
     for value in inputs:
         dims = _dims(value)
-        if any(isinstance(d, str) and d not in bound for d in dims):
+        unbound = [axis for axis, dim in enumerate(dims) if isinstance(dim, str) and dim not in bound]
+        if unbound:
             bound.update(d for d in dims if isinstance(d, str))
-            missing.append(f"--shape '{value.name}={','.join(str(d) if isinstance(d, int) else '?' for d in dims)}'")
+            axes.extend(_describe_axis(value, axis) for axis in unbound)
+            shown = [str(symbols.get(dim, "?")) if isinstance(dim, str) else str(dim) for dim in dims]
+            missing.append(f"--shape '{value.name}={','.join(shown)}'")
     if missing:
         raise OptionError(
-            f"the model has dynamic dimensions without a range; say {' '.join(missing)}",
+            f"the model has dynamic dimensions without a range: {'; '.join(axes)}; say {' '.join(missing)}",
             "each ? is a size, MIN..MAX or MIN..OPT..MAX",
         )
+
+
+def _describe_axis(value: ir.Value, axis: int) -> str:
+    """A dynamic axis for people: its symbol, if the exporter gave it one, where it is, and whether it is the batch."""
+    dims = _dims(value)
+    symbol = "" if dims[axis] == f"{value.name}.{axis}" else f"{dims[axis]!r}, "
+    return f"{symbol}axis {axis} of {value.name}{', usually the batch' if axis == 0 and len(dims) > 1 else ''}"
 
 
 def _readable_names(inputs: list[ir.Value], symbols: Mapping[str, DimRange]) -> dict[str, str]:

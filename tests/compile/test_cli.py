@@ -247,7 +247,7 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
     "bad name": (["--target", BOARD, "--name", "///"], "no model name can be made of"),
     "no range": (["--target", BOARD], r"say --shape 'x=\?,64'"),
     "grammar": (["--target", BOARD, "--shape", "x=a,64"], "'a' is not a dimension.*NAME=DIM"),
-    "unknown input": (["--target", BOARD, "--shape", "z=1,64"], "no input 'z'.*available: x"),
+    "unknown input": (["--target", BOARD, "--shape", "z=1,64"], "no input or dimension 'z'.*available: n, x"),
     "wrong rank": (["--target", BOARD, "--shape", "x=1"], r"gives 1 dimensions for x\[n,64\]"),
     "contradiction": (["--target", BOARD, "--shape", "x=1,65"], "gives 65 for axis 1.*always 64"),
     "absurd size": (

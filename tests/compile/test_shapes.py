@@ -90,7 +90,7 @@ def test_minus_one_is_an_open_dimension(tmp_path: Path) -> None:
     ("shapes", "words"),
     [
         ((), r"say --shape 'x=\?,3,\?'"),
-        (("z=1,3,5",), r"no input 'z'.*available: x"),
+        (("z=1,3,5",), r"no input or dimension 'z'.*available: n, w, x"),
         (("x=1,3",), r"gives 2 dimensions for x\[n,3,w\], which has 3"),
         (("x=1,4,5",), r"gives 4 for axis 1 of x\[n,3,w\], which is always 3"),
         (("x=1,3,5", "x=2,3,5"), r"binds dimension 'n' twice: 1 and 2"),
@@ -121,3 +121,17 @@ def test_the_contract_takes_what_was_compiled_and_nothing_else(tmp_path: Path) -
 def test_strings_reserve_a_bound_for_each_element(tmp_path: Path) -> None:
     contract = contract_of(tmp_path, {"s": ["n"]}, "s=1..3", element=STRING)
     assert contract.inputs[0].max_nbytes == 3 * STRING_RESERVE_BYTES
+
+
+def test_a_dimension_is_bound_by_its_own_name_for_all_inputs(tmp_path: Path) -> None:
+    inputs = {"ids": ["batch", "len"], "mask": ["batch", "len"], "len": [4]}
+    contract = contract_of(tmp_path, inputs, "batch=1..2..8", "len=4", "mask=1..2..8,1..64")
+    assert contract.dims == {"batch": DimRange(1, 2, 8), "len": DimRange(1, 64, 64)}
+    with pytest.raises(OptionError, match="binds dimension 'batch' twice: 2 and 3"):
+        contract_of(tmp_path, inputs, "batch=2", "ids=3,4")
+
+
+def test_what_is_missing_is_named_with_what_is_known(tmp_path: Path) -> None:
+    words = r"'w', axis 3 of x; axis 0 of y, usually the batch; say --shape 'x=1\.\.8,3,48,\?' --shape 'y=\?,1\.\.8'"
+    with pytest.raises(OptionError, match=words):
+        contract_of(tmp_path, {"x": ["n", 3, 48, "w"], "y": [None, "n"]}, "n=1..8")
