@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from agent.backends.base import ArenaOptions, SessionOptions, open_backend
-from agent.engine.residency import trim_heap
+from agent.engine.residency import give_freed_blocks_back, trim_heap
 from agent.engine.worker import tie_to_parent
 from agent.finalise import Order, Outcome
 from agent.memory import peak_rss_bytes
@@ -35,6 +35,7 @@ def lay_out(order: Order) -> Outcome:
 def main() -> None:
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
     tie_to_parent(order.parent)
+    give_freed_blocks_back()
     try:
         outcome = lay_out(order)
     except TightfitError as error:

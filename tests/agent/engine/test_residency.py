@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -256,3 +258,25 @@ def test_memory_by_residency(tmp_path: Path) -> None:
     assert anonymous[HEAP] - anonymous[STREAMED] > 40 * MIB  # a tensor may be on its way just now
     assert file[MAPPED] - file[HEAP] > 50 * MIB
     assert file[MAPPED] - file[STREAMED] > 15 * MIB
+
+
+FREED = """
+import ctypes
+from agent.engine.residency import give_freed_blocks_back
+from agent.memory import pss_by_kind
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+give_freed_blocks_back()
+before = pss_by_kind("self")["anonymous"]
+for size in (8 << 20, 4 << 20):
+    block = libc.malloc(size)
+    ctypes.memset(block, 1, size)
+    libc.free(block)
+print(pss_by_kind("self")["anonymous"] - before)
+"""
+
+
+def test_a_large_block_is_given_back_when_it_is_freed() -> None:
+    """By itself malloc keeps the second one: the first, freed, has taught it to."""
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < MIB
