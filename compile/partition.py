@@ -166,4 +166,8 @@ def extract(model: ir.Model, part: Cut) -> ir.Model:
     """The segment as a model of its own, sharing the weights' tensors with the whole."""
     graph = ir.convenience.extract(model.graph, inputs=list(part.inputs), outputs=list(part.outputs))
     graph.opset_imports.update(model.graph.opset_imports)
+    # They come out of a set, in an order that differs from run to run.
+    found = dict(graph.initializers)
+    graph.initializers.clear()
+    graph.initializers.update({name: found[name] for name in model.graph.initializers if name in found})
     return ir.Model(graph, ir_version=model.ir_version)

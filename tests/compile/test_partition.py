@@ -265,3 +265,12 @@ def test_a_value_of_unknown_size_crosses_no_cut() -> None:
     assert blocked[-1].crossing == 0
     free = positions(whole, {n: s for n, s in sizes.items() if n != "a3"}, forced=["a3"])
     assert all(p.crossing is not None for p in free)
+
+
+def test_weights_of_a_segment_stand_in_the_order_of_the_whole_model() -> None:
+    names = [f"w{index}" for index in range(40)]
+    nodes = [node("Add", [f"a{index}", name], [f"a{index + 1}"]) for index, name in enumerate(names)]
+    weights = [init(name, normal(4)) for name in names]
+    whole = ir.from_proto(model(nodes, [value("a0", [4])], [value("a40", [4])], weights))
+    cuts = segments(whole, [20, 40])
+    assert [list(extract(whole, part).graph.initializers) for part in cuts] == [names[:20], names[20:]]
