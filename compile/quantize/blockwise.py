@@ -1,4 +1,4 @@
-"""Round-to-nearest weight quantization, in blocks along the reduced axis, a slab of rows at a time.
+"""Round-to-nearest weight quantization, in blocks along the reduced axis, a tile at a time.
 
 A matrix is looked at as rows [N, K]: one row holds all weights of one output. Blocks of `block` values along K
 share a scale (and a zero point). The packed layout is that of onnxruntime's `MatMulNBits`, whose bytes
@@ -12,7 +12,7 @@ share a scale (and a zero point). The packed layout is that of onnxruntime's `Ma
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -23,12 +23,12 @@ from compile.finite import refuse_nonfinite
 Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
 
-# Rows are transformed in slabs of about this many bytes of float32: large enough for numpy to be efficient,
-# small enough that the temporaries (about five times this) are nothing beside a runtime.
-SLAB_BYTES = 8 << 20
-# Blocks are coded in tiles of about this many bytes of float32, which the second-level cache holds with their codes.
+# A matrix is quantized in tiles of about this many bytes of float32, which the second-level cache of a core holds with
+# all that is made of them: each weight then comes from memory once.
 TILE_BYTES = 512 << 10
-# Slabs at a time. Two reach what the memory of a small host gives; each more costs five slabs.
+# Columns of a tile, enough for numpy to be efficient.
+TILE_COLUMNS = 512
+# Threads at a time; numpy computes outside the interpreter lock.
 WORKERS = 2
 # A scale below this may have no finite reciprocal; weights that small are coded as zero.
 _TINY = np.finfo(np.float32).tiny
@@ -66,55 +66,90 @@ class BlockQuantized:
     zero_points: UInt8 | None
 
 
-def quantize_rows(rows: Float32, form: BlockFormat) -> BlockQuantized:
-    """Quantize float32 [N, K], one row per output; see `quantize_columns`."""
-    return quantize_columns(np.ascontiguousarray(rows.T), form)
+def quantize_matrix(name: str, weight: npt.NDArray[np.floating], transposed: bool, form: BlockFormat) -> BlockQuantized:
+    """Quantize a mapped weight tile by tile; temporaries are a few tiles, however large it is.
 
-
-def quantize_columns(columns: Float32, form: BlockFormat) -> BlockQuantized:
-    """Quantize float32 [K, N], one column per output, as MatMul stores it.
-
-    K is padded to whole blocks with zeros, which code exactly. A block is `block` neighbouring values of one column,
-    so all arithmetic runs along N, in tiles that stay in the cache, and only the packed bytes are transposed.
+    `weight` is [K, N] (MatMul), or [N, K] when `transposed` (Gemm with transB, an embedding table). K is filled up to
+    whole blocks with zeros, which code exactly.
+    Raises ModelError when it holds NaN or infinity, which no code can stand for.
     """
+    columns = weight.T if transposed else weight
     k, n = columns.shape
-    blocks = form.blocks(k)
-    if k % form.block:
-        columns = np.concatenate([columns, np.zeros((blocks * form.block - k, n), np.float32)])
-    values = columns.reshape(blocks, form.block, n)
-    scales, offsets = _block_scales(values, form)
-    inverse, shift = 1 / scales, offsets + np.float32(0.5)
-    codes = np.empty((blocks, form.block * form.bits // 8, n), np.uint8)
-    step = max(1, TILE_BYTES // (4 * form.block * max(n, 1)))
-    for start in range(0, blocks, step):
-        part = slice(start, start + step)
-        # No code is below zero by more than rounding, so adding a half and cutting off rounds to nearest.
-        tile = values[part] * inverse[part, None]
-        tile += shift[part, None]
-        np.minimum(tile, form.levels + np.float32(0.5), out=tile)
-        codes[part] = _pack(tile.astype(np.uint8), form.bits)
+    codes = np.empty(form.code_shape(n, k), np.uint8)
+    scales = np.empty((n, form.blocks(k)), np.float32)
+    zeros = np.empty(form.zero_point_shape(n, k), np.uint8) if form.zero_point else None
+    tiles = _tiles(n, form.blocks(k), form.block, by_columns=transposed)
+
+    def quantize_share(worker: int) -> None:
+        scratch = np.empty(max(TILE_BYTES // 4, 2 * form.block * min(n, TILE_COLUMNS)), np.float32)
+        for across, along in tiles[worker::WORKERS]:
+            part = columns[along.start * form.block : along.stop * form.block, across]
+            values = _in_blocks(part, form.block, scratch)
+            block_scales, low = _block_scales(values, form)
+            # NaN and infinity are the extremes of their block, so its scale has them too.
+            refuse_nonfinite(name, block_scales, weight)
+            tile = _quantize_tile(values, block_scales, low, form)
+            codes[across, along], scales[across, along] = tile.codes.transpose(2, 0, 1), tile.scales.T
+            if zeros is not None and tile.zero_points is not None:
+                zeros[across, along.start * form.bits // 8 :][:, : len(tile.zero_points)] = tile.zero_points.T
+
+    if len(tiles) == 1:
+        quantize_share(0)
+    else:
+        # Tiles write to places of their own.
+        with ThreadPoolExecutor(WORKERS, "quantize") as pool:
+            for _ in pool.map(quantize_share, range(WORKERS)):
+                pass
+    return BlockQuantized(codes, scales, zeros)
+
+
+def _tiles(n: int, blocks: int, block: int, by_columns: bool) -> list[tuple[slice, slice]]:
+    """(columns, blocks) of every tile, in the order in which they stand in the file.
+
+    The number of blocks is even, so that no byte of packed zero points belongs to two tiles.
+    """
+    width = min(n, TILE_COLUMNS)
+    step = max(2, TILE_BYTES // (4 * block * max(width, 1)) // 2 * 2)
+    across = [slice(start, min(start + width, n)) for start in range(0, n, max(width, 1))]
+    along = [slice(start, min(start + step, blocks)) for start in range(0, blocks, step)]
+    return [(c, b) for c in across for b in along] if by_columns else [(c, b) for b in along for c in across]
+
+
+def _in_blocks(columns: npt.NDArray[np.floating], block: int, scratch: Float32) -> Float32:
+    """A copy of [rows, n] in `scratch`, as float32 [blocks, block, n]."""
+    rows, n = columns.shape
+    filled = -(-rows // block) * block
+    values = scratch[: filled * n].reshape(filled, n)
+    values[:rows] = columns
+    values[rows:] = 0
+    return values.reshape(-1, block, n)
+
+
+def _quantize_tile(values: Float32, scales: Float32, low: Float32, form: BlockFormat) -> BlockQuantized:
+    """Quantize float32 [blocks, block, n], which is overwritten; all arithmetic, and every result, runs along n."""
+    middle = 1 << (form.bits - 1)
+    offsets = np.clip(np.rint(-low / scales), 0, form.levels) if form.zero_point else np.full_like(scales, middle)
+    # No code is below zero by more than rounding, so adding a half and cutting off rounds to nearest.
+    values *= (1 / scales)[:, None]
+    values += (offsets + np.float32(0.5))[:, None]
+    # A row of limits: numpy compares with a scalar at a fraction of the speed.
+    np.minimum(values, np.full(values.shape[2], form.levels + np.float32(0.5), np.float32), out=values)
     zeros = _pack(offsets.astype(np.uint8)[None], form.bits)[0] if form.zero_point else None
-    return BlockQuantized(
-        np.ascontiguousarray(codes.transpose(2, 0, 1)),
-        np.ascontiguousarray(scales.T),
-        None if zeros is None else np.ascontiguousarray(zeros.T),
-    )
+    return BlockQuantized(_pack(values.astype(np.uint8), form.bits), scales, zeros)
 
 
 def _block_scales(values: Float32, form: BlockFormat) -> tuple[Float32, Float32]:
-    """(scale, zero point as float) of every block, [blocks, N], for values [blocks, block, N]."""
+    """(scale, lowest value) of every block, [blocks, n], for values [blocks, block, n]."""
     low, high = values.min(axis=1), values.max(axis=1)
     if form.zero_point:
         np.minimum(low, 0, out=low)
         np.maximum(high, 0, out=high)
-        scale = high / np.float32(form.levels) - low / np.float32(form.levels)
-        scale[scale < _TINY] = 1
-        return scale, np.clip(np.rint(-low / scale), 0, form.levels)
-    # A signed extreme takes the code that has no positive counterpart, so all codes are used.
-    middle = 1 << (form.bits - 1)
-    scale = np.where(high > -low, high, low) / np.float32(-middle)
-    scale[np.abs(scale) < _TINY] = 1
-    return scale, np.full(scale.shape, middle, np.float32)
+        scales = high / np.float32(form.levels) - low / np.float32(form.levels)
+    else:
+        # A signed extreme takes the code that has no positive counterpart, so all codes are used.
+        scales = np.where(high > -low, high, low) / np.float32(-(1 << (form.bits - 1)))
+    scales[np.abs(scales) < _TINY] = 1
+    return scales, low
 
 
 def _pack(codes: UInt8, bits: int) -> UInt8:
@@ -122,7 +157,7 @@ def _pack(codes: UInt8, bits: int) -> UInt8:
     if bits == 8:
         return codes
     packed: UInt8 = codes[:, 0::2].copy()
-    packed[:, : codes.shape[1] // 2] |= codes[:, 1::2] << 4
+    packed[:, : codes.shape[1] // 2] |= codes[:, 1::2] * 16  # a shift, which numpy does one byte at a time
     return packed
 
 
@@ -144,43 +179,6 @@ def _unpack(packed: UInt8, bits: int) -> UInt8:
     codes[..., 0::2] = packed & 0x0F
     codes[..., 1::2] = packed >> 4
     return codes
-
-
-def quantize_matrix(name: str, weight: npt.NDArray[np.floating], transposed: bool, form: BlockFormat) -> BlockQuantized:
-    """Quantize a mapped weight slab by slab.
-
-    `weight` is [K, N] (MatMul), or [N, K] when `transposed` (Gemm with transB, an embedding table).
-    Raises ModelError when it holds NaN or infinity, which no code can stand for.
-    """
-    n, k = weight.shape if transposed else weight.shape[::-1]
-    codes = np.empty(form.code_shape(n, k), np.uint8)
-    scales = np.empty((n, form.blocks(k)), np.float32)
-    zeros = np.empty(form.zero_point_shape(n, k), np.uint8) if form.zero_point else None
-
-    def quantize_slab(bounds: tuple[int, int]) -> None:
-        start, stop = bounds
-        slab = weight[start:stop].T if transposed else weight[:, start:stop]
-        columns = np.ascontiguousarray(slab, dtype=np.float32)
-        refuse_nonfinite(name, columns, weight)
-        part = quantize_columns(columns, form)
-        codes[start:stop], scales[start:stop] = part.codes, part.scales
-        if zeros is not None and part.zero_points is not None:
-            zeros[start:stop] = part.zero_points
-
-    slabs = list(_slabs(n, k))
-    if len(slabs) == 1:
-        quantize_slab(slabs[0])
-    else:
-        # numpy computes outside the interpreter lock; slabs write to rows of their own.
-        with ThreadPoolExecutor(WORKERS, "quantize") as pool:
-            for _ in pool.map(quantize_slab, slabs):
-                pass
-    return BlockQuantized(codes, scales, zeros)
-
-
-def _slabs(n: int, k: int) -> Iterator[tuple[int, int]]:
-    step = max(1, SLAB_BYTES // (4 * max(k, 1)))
-    yield from ((start, min(start + step, n)) for start in range(0, n, step))
 
 
 class Once:

@@ -8,10 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from compile.finite import refuse_nonfinite
-from compile.quantize.blockwise import SLAB_BYTES
 
 Weight = npt.NDArray[np.floating]
 Scales = npt.NDArray[np.float32]
+
+# Channels are transformed in slabs of about this many bytes of float32: large enough for numpy to be efficient, small
+# enough that the temporaries are nothing beside a runtime.
+SLAB_BYTES = 8 << 20
 
 
 def channel_scales(name: str, weight: Weight, axis: int) -> Scales:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compile.errors import ModelError
-from compile.quantize import blockwise, per_channel
+from compile.quantize import per_channel
 from compile.quantize.per_channel import quantize_channels
 from tests.support.models import Array, normal
 
@@ -62,7 +62,7 @@ def test_temporaries_do_not_grow_with_the_weight() -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < weight.size + 4 * blockwise.SLAB_BYTES
+    assert peak < weight.size + 4 * per_channel.SLAB_BYTES
 
 
 def test_nan_is_named() -> None:
