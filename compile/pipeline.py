@@ -26,6 +26,7 @@ from compile.partition import Cut, cut, extract, positions, segments, static_siz
 from compile.passes.base import Pass, run_passes
 from compile.passes.fold import FoldConstants
 from compile.passes.normalize import (
+    AlignBroadcasts,
     FixNames,
     InferShapes,
     InlineFunctions,
@@ -70,6 +71,7 @@ SOURCE_FORM: tuple[Pass, ...] = (
     InlineFunctions(),
     LiftIrVersion(),
     LiftConstants(),
+    AlignBroadcasts(),
     LiftOpset(OLDEST_OPSET),
     SortNodes(),
     FixNames(),

@@ -130,6 +130,47 @@ def _shown(shape: ir.Shape) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
+class AlignBroadcasts(Pass):
+    """Before opset 7 a second operand was aligned by the attributes `broadcast` and `axis`: give it its trailing axes.
+
+    ONNX's own converter aligns operands of more than one axis, or in front of more than one, with the wrong axes.
+    """
+
+    requires: ClassVar = ("no_functions",)
+
+    def apply(self, model: ir.Model) -> None:
+        opset = model.graph.opset_imports.get("", 1)
+        nodes = (
+            [n for n in nodes_of(model) if "broadcast" in n.attributes and n.op_type in _ALIGNED] if opset < 7 else []
+        )
+        if nodes:
+            common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
+        names = FreshNames(model)
+        for node in nodes:
+            broadcast, axis = node.attributes.pop("broadcast").as_int(), node.attributes.pop("axis", None)
+            if not broadcast or axis is None:
+                continue
+            left, right = node.inputs[0], node.inputs[1]
+            if left is None or right is None or left.shape is None or right.shape is None or node.graph is None:
+                raise ModelError(
+                    f"{node.op_type} node {node.name!r} of opset {opset} broadcasts operands of unknown rank",
+                    "export the model with opset_version=7 or higher",
+                )
+            rank = len(right.shape)
+            behind = len(left.shape) - axis.as_int() % max(len(left.shape), 1) - rank
+            if behind > 0:
+                aligned = ir.node("Unsqueeze", [right], {"axes": list(range(rank, rank + behind))})
+                aligned.outputs[0].name = names.make(f"{right.name}.aligned")
+                aligned.outputs[0].dtype = right.dtype
+                aligned.outputs[0].shape = ir.Shape([*right.shape, *[1] * behind])
+                node.graph.insert_before(node, aligned)
+                node.replace_input_with(1, aligned.outputs[0])
+
+
+_ALIGNED = ("Add", "Sub", "Mul", "Div", "Pow", "And", "Or", "Xor", "Equal", "Greater", "Less")
+
+
+@dataclasses.dataclass(frozen=True)
 class LiftOpset(Pass):
     """Raise the ONNX opset to at least `minimum`, where a runtime or a lowering needs an operator's newer form."""
 
