@@ -67,6 +67,13 @@ MODELS: dict[str, Model] = {
         "Apache-2.0",
         "finds text in an image, 10 MB",
     ),
+    "ppocr-cls": Model(
+        "rapidocr==3.10.0",
+        "rapidocr/models/ch_ppocr_mobile_v2.0_cls_mobile.onnx",
+        "e47acedf663230f8863ff1ab0e64dd2d82b838fceb5957146dab185a89d6215c",
+        "Apache-2.0",
+        "whether a line of text is upside down, 0.6 MB",
+    ),
     "ppocr-v4-rec": Model(
         "rapidocr-onnxruntime==1.4.4",
         "rapidocr_onnxruntime/models/ch_PP-OCRv4_rec_infer.onnx",

@@ -14,33 +14,27 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from bench.bundle_runner import Array, BundleRunner, bundle_bytes, session_of
+from bench.bundle_runner import Asker, BundleRunner, Run, bundle_bytes, runner_of, session_of
 from bench.machine import describe_machine, measured_on, threads
 from bench.models import fetch
-from bench.ocr_data import (
-    Floats,
-    Line,
-    alphabet_of,
-    character_error_rate,
-    decode,
-    handwritten_digits,
-    preprocess,
-    printed_lines,
-)
+from bench.ocr_data import Line, character_error_rate, encoded, handwritten_digits, printed_lines
 from compile.pipeline import Options, compile_model
 from compile.quantize.schemes import SCHEMES
 from compile.shapes import parse_shape
 from targets.board import load_board
 from targets.errors import TightfitError
+from targets.recipe import load_recipe
 
 RESULTS = Path(__file__).parent / "results"
 MODEL = "ppocr-v6-rec"
 TARGET = "raspberry-pi-5-4gb"
-SHAPE = "x=1,3,48,320..1600"
+RECIPE = "ppocr-rec"
+INPUT = "x"
+SHAPE = f"{INPUT}=1,3,48,320..1600"
 """Both sets stay below 1600 columns."""
 REPEATS = 3
 """The best of so many runs counts as a line's time, so that other work on the machine weighs less."""
@@ -60,57 +54,51 @@ class Row:
     ms_per_line: float
 
 
-Run = Callable[[Floats], Array]
-"""One inference: pixels in, scores [1, steps, classes] out."""
-
-
 @dataclass(slots=True)
 class Reader:
     """A model under test: what it read so far, and the seconds that inference alone took."""
 
     name: str
-    bytes: int
+    nbytes: int
     run: Run
     texts: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def read(self, feed: Floats, alphabet: Sequence[str]) -> None:
+    def read(self, image: bytes, asker: Asker) -> None:
         """Read one line."""
+        tensor, frame = asker.before.tensor(image)
         best = math.inf
         for _ in range(REPEATS):
             start = time.perf_counter()
-            scores = self.run(feed)
+            outputs = self.run({INPUT: tensor})
             best = min(best, time.perf_counter() - start)
         self.seconds += best
-        self.texts.append(decode(scores[0], alphabet))
+        self.texts.append(asker.after.answer(outputs, frame)["text"][0].decode())
 
 
 def bundle_reader(source: Path, scheme: str, bundle: Path) -> Reader:
     """Compile the model and load the bundle."""
-    compile_model(source, load_board(TARGET), bundle, Options(scheme=scheme, shapes=(parse_shape(SHAPE),)))
-    runner = BundleRunner(bundle, threads())
-    output = runner.manifest.contract.outputs[0].name
-    return Reader(scheme, bundle_bytes(bundle), lambda feed: runner.run({"x": feed})[output])
+    options = Options(scheme=scheme, shapes=(parse_shape(SHAPE),), recipe=load_recipe(RECIPE))
+    compile_model(source, load_board(TARGET), bundle, options)
+    return Reader(scheme, bundle_bytes(bundle), BundleRunner(bundle, threads()).run)
 
 
 def measure(schemes: Sequence[str]) -> list[Row]:
     """A row for the source model and one per scheme."""
     source = fetch(MODEL)
-    session = session_of(source, threads())
-    alphabet = alphabet_of(session.get_modelmeta().custom_metadata_map["character"])
-    original = Reader("source", source.stat().st_size, lambda feed: session.run(None, {"x": feed})[0])
+    original = Reader("source", source.stat().st_size, runner_of(session_of(source, threads())))
     printed, handwritten = list(printed_lines()), list(handwritten_digits())
     with tempfile.TemporaryDirectory() as folder:
         compiled = [bundle_reader(source, scheme, Path(folder) / f"{scheme}.tfb") for scheme in schemes]
         readers = [original, *compiled]
-        warm_up = preprocess(printed[0].image)
+        asker = Asker(Path(folder) / f"{schemes[0]}.tfb")
         for reader in readers:
-            reader.run(warm_up)
+            asker.ask(encoded(printed[0]), reader.run)
         # Line by line through all models, so that whatever else the machine does slows all of them alike.
         for line in (*printed, *handwritten):
-            feed = preprocess(line.image)
+            image = encoded(line)
             for reader in readers:
-                reader.read(feed, alphabet)
+                reader.read(image, asker)
     return [score(reader, original, printed, handwritten) for reader in readers]
 
 
@@ -120,7 +108,7 @@ def score(reader: Reader, original: Reader, printed: Sequence[Line], handwritten
     pairs = list(zip(expected, reader.texts, strict=True))
     return Row(
         model=reader.name,
-        bytes=reader.bytes,
+        bytes=reader.nbytes,
         cer_printed=round(character_error_rate(pairs[: len(printed)]), 4),
         cer_handwritten=round(character_error_rate(pairs[len(printed) :]), 4),
         exact_lines=sum(wanted == text for wanted, text in pairs),

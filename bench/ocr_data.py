@@ -1,4 +1,4 @@
-"""Two labelled sets of text lines for PP-OCR recognition, its pre- and post-processing, and its score.
+"""Two labelled sets of text lines for PP-OCR recognition, and its score.
 
 - printed: 200 lines rendered from a seed in the fonts of Debian's fonts-dejavu-core and fonts-liberation2, with
   noise, blur and lost resolution.
@@ -41,13 +41,8 @@ WORDS = ROAD_AND_PAPER.split()
 PLATE_LETTERS = "ABCDEFGHJKLMNPRSTUVWXYZ"
 """Without I, O and Q, which number plates avoid because of 1 and 0."""
 
-HEIGHT = 48
-MIN_WIDTH = 320
-"""The network was trained on lines padded to this width."""
-
 Pixels = NDArray[np.uint8]
 """An image as OpenCV has it: [height, width, 3], blue, green, red."""
-Floats = NDArray[np.float32]
 
 
 class DataError(TightfitError):
@@ -133,26 +128,9 @@ def _digits_image() -> Pixels:
     return np.asarray(image, np.uint8)
 
 
-def preprocess(image: Pixels) -> Floats:
-    """Image -> float32[1, 3, 48, width]: height 48, values -1 .. 1, right side padded with zeros to 320 at least."""
-    width = max(int(np.ceil(image.shape[1] * HEIGHT / image.shape[0])), 1)
-    scaled = cv2.resize(image, (width, HEIGHT)).astype(np.float32) / 127.5 - 1
-    padded = np.zeros((1, 3, HEIGHT, max(width, MIN_WIDTH)), np.float32)
-    padded[0, :, :, :width] = scaled.transpose(2, 0, 1)
-    return padded
-
-
-def alphabet_of(character: str) -> list[str]:
-    """Class index -> character, from the model's metadata key `character`: 0 is CTC's blank, the last is a space."""
-    # Only line feeds separate: splitlines() would also break at characters that are letters of the alphabet.
-    return ["", *character.removesuffix("\n").split("\n"), " "]
-
-
-def decode(scores: Floats, alphabet: Sequence[str]) -> str:
-    """Greedy CTC: the best class of every step of [steps, classes], repeats merged, blanks dropped."""
-    best = scores.argmax(axis=1)
-    kept = [c for i, c in enumerate(best) if c and (i == 0 or c != best[i - 1])]
-    return "".join(alphabet[c] if c < len(alphabet) else "\N{REPLACEMENT CHARACTER}" for c in kept).strip()
+def encoded(line: Line) -> bytes:
+    """The image as a PNG file, which loses nothing."""
+    return bytes(cv2.imencode(".png", line.image)[1])
 
 
 def edit_distance(a: str, b: str) -> int:

@@ -11,20 +11,15 @@ import queue
 import shutil
 import signal
 import statistics
-import struct
 import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -35,6 +30,8 @@ from targets.errors import TightfitError
 from targets.tensor import human
 
 MODEL = "ppocr-v6-rec"
+RECIPE = "ppocr-rec"
+"""How an image of a line becomes the input, and the output a text: targets/recipes."""
 SHAPE = "x=1,3,48,320..1600"
 """One line of text, 48 pixels high; the width is free between 320 and 1600."""
 SCHEME = "int4"
@@ -46,7 +43,6 @@ WARM_UP, REQUESTS = 5, 50
 # Compiling takes seconds and starting less than one; past these something hangs.
 STEP_TIMEOUT_S, START_TIMEOUT_S, STOP_TIMEOUT_S, REQUEST_TIMEOUT_S = 600.0, 60.0, 30.0, 30.0
 
-Floats = NDArray[np.float32]
 console = Console(highlight=False)
 
 
@@ -91,16 +87,16 @@ def demo(scheme: str, target: str) -> None:
         source = fetch(MODEL)
     folder = cache_folder().parent / "demo"
     folder.mkdir(parents=True, exist_ok=True)
-    bundle, labels = folder / f"{MODEL}-{scheme}.tfb", folder / "labels.txt"
-    with step("Asking the source model, without the agent"):
-        original = ask_directly(source, labels)
+    bundle = folder / f"{MODEL}-{scheme}.tfb"
     with step(f"Compiling it for {target}, scheme {scheme}"):
-        compile_bundle(source, target, scheme, labels, bundle)
+        compile_bundle(source, target, scheme, bundle)
+    with step("Asking the source model, without the agent"):
+        original = ask_directly(source, bundle)
     with step("Asking the compiled model, without the agent"):
-        direct = ask_directly(bundle, labels)
+        direct = ask_directly(bundle, bundle)
     manifest = read_manifest(bundle)
     with step("Asking the compiled model, over HTTP"), serve(bundle) as (process, url):
-        served = ask_agent(url, manifest, read_labels(labels))
+        served = ask_agent(url, manifest)
         memory = memory_of(process.pid)
     console.print()
     report_answers({"source": original, "compiled": direct, "compiled, over HTTP": served})
@@ -135,27 +131,25 @@ def run_module(*arguments: str) -> str:
     return done.stdout
 
 
-def ask_directly(model: Path, labels: Path) -> Answer:
-    """What a model reads when the runtime is called in one process."""
-    return Answer(**json.loads(run_module("scripts.demo_yardstick", str(model), str(labels))))
+def ask_directly(model: Path, bundle: Path) -> Answer:
+    """What a model reads, with the bundle's recipe, when the runtime is called in one process."""
+    return Answer(**json.loads(run_module("scripts.demo_yardstick", str(model), str(bundle))))
 
 
-def ask_agent(url: str, manifest: Manifest, alphabet: list[str]) -> Answer:
+def ask_agent(url: str, manifest: Manifest) -> Answer:
     """What the served model reads, over one connection that is kept open."""
-    feed = preprocess(read_png(IMAGE))
-    output = manifest.contract.outputs[0].name
-    client = Client(url)
+    image, client = IMAGE.read_bytes(), Client(url)
     try:
-        return measure(lambda: decode(client.infer(manifest.name, "x", feed, output)[0], alphabet))
+        return measure(lambda: client.read(manifest.name, image))
     finally:
         client.close()
 
 
-def compile_bundle(source: Path, target: str, scheme: str, labels: Path, bundle: Path) -> None:
+def compile_bundle(source: Path, target: str, scheme: str, bundle: Path) -> None:
     """Run tightfit-compile as a person would, over whatever an earlier run left."""
     shutil.rmtree(bundle, ignore_errors=True)
     command = ["compile", str(source), "--target", target, "--shape", SHAPE, "--scheme", scheme]
-    run_module(*command, "--asset", str(labels), "-o", str(bundle))
+    run_module(*command, "--recipe", RECIPE, "-o", str(bundle))
 
 
 @contextlib.contextmanager
@@ -208,42 +202,31 @@ def wait_until_ready(process: subprocess.Popen[str], log: Path) -> str:
 
 
 class Client:
-    """Open Inference Protocol v2 with binary tensors, on the standard library's HTTP/1.1 client."""
+    """Sends image files, with the standard library's HTTP/1.1 client."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=REQUEST_TIMEOUT_S)
 
-    def infer(self, model: str, name: str, value: Floats, output: str) -> Floats:
-        """One request with one float32 input and one float32 output."""
-        raw = value.astype("<f4").tobytes()
-        tensor = {"name": name, "shape": value.shape, "datatype": "FP32", "parameters": {"binary_data_size": len(raw)}}
-        wanted = {"name": output, "parameters": {"binary_data": True}}
-        head = json.dumps({"inputs": [tensor], "outputs": [wanted]}).encode()
-        headers = {
-            "Content-Type": "application/octet-stream",
-            "Inference-Header-Content-Length": str(len(head)),
-        }
+    def read(self, model: str, image: bytes) -> str:
+        """The text of one image."""
         try:
-            self._connection.request("POST", f"/v2/models/{model}/infer", head + raw, headers)
+            self._connection.request("POST", f"/v2/models/{model}/image", image, {"Content-Type": "image/png"})
             response = self._connection.getresponse()
             body = response.read()
         except (OSError, http.client.HTTPException) as error:
             raise DemoError(f"the agent did not answer: {error or type(error).__name__}") from None
         if response.status != http.client.OK:
             raise DemoError(f"the agent answered {response.status}: {body[:300].decode(errors='replace')}")
-        length = int(response.headers["Inference-Header-Content-Length"])
-        (answer,) = json.loads(body[:length])["outputs"]
-        size = answer["parameters"]["binary_data_size"]
-        values: Floats = np.frombuffer(body[length : length + size], "<f4").reshape(answer["shape"])
-        return values
+        (text,) = json.loads(body)["text"]
+        return str(text)
 
     def close(self) -> None:
         self._connection.close()
 
 
 def measure(ask: Callable[[], str]) -> Answer:
-    """Median over `REQUESTS` questions, one after the other; the last answer stands for all."""
+    """Median over `REQUESTS` questions, from file to text, one after the other; the last answer stands for all."""
     for _ in range(WARM_UP):
         ask()
     times: list[float] = []
@@ -310,41 +293,6 @@ def last_line(text: str) -> str:
     """What a program said last, which in ours is the error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:500] if lines else "it said nothing"
-
-
-def read_png(path: Path) -> NDArray[np.uint8]:
-    """Pixels [height, width, 3], red, green, blue, of a PNG as bench/demo_image.py writes it: 8-bit RGB, no filters."""
-    data = path.read_bytes()
-    at, packed, width, height = 8, b"", 0, 0
-    while at < len(data):
-        (length,), kind = struct.unpack(">I", data[at : at + 4]), data[at + 4 : at + 8]
-        body = data[at + 8 : at + 8 + length]
-        if kind == b"IHDR":
-            width, height = struct.unpack(">II", body[:8])
-        elif kind == b"IDAT":
-            packed += body
-        at += 12 + length
-    rows = np.frombuffer(zlib.decompress(packed), np.uint8).reshape(height, 1 + 3 * width)
-    if rows[:, 0].any():
-        raise DemoError(f"{path.name} has row filters", "make it again: python -m bench.demo_image")
-    return rows[:, 1:].reshape(height, width, 3)
-
-
-def preprocess(pixels: NDArray[np.uint8]) -> Floats:
-    """float32[1, 3, 48, width]: blue, green, red, -1 .. 1. The image has the right height and more than 320 columns."""
-    values = pixels[:, :, ::-1].astype(np.float32) / 127.5 - 1
-    return np.ascontiguousarray(values.transpose(2, 0, 1)[None])
-
-
-def read_labels(path: Path) -> list[str]:
-    """Class index -> character, one a line."""
-    return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-
-
-def decode(scores: NDArray[Any], alphabet: list[str]) -> str:
-    """Greedy CTC over [steps, classes]: repeats merged, blanks dropped."""
-    best = scores.argmax(axis=1)
-    return "".join(alphabet[c] for i, c in enumerate(best) if c and (i == 0 or c != best[i - 1])).strip()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cv2
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,13 +11,11 @@ from hypothesis import strategies as st
 from bench.ocr_data import (
     FONTS,
     DataError,
-    alphabet_of,
     character_error_rate,
-    decode,
     edit_distance,
+    encoded,
     font,
     handwritten_digits,
-    preprocess,
     printed_lines,
 )
 
@@ -38,19 +37,9 @@ def test_handwritten_digits_are_five_a_line() -> None:
     assert lines[0].image.shape == (84, 324, 3)
 
 
-def test_preprocess_scales_and_pads() -> None:
-    white = np.full((24, 100, 3), 255, np.uint8)
-    values = preprocess(white)
-    assert values.shape == (1, 3, 48, 320)
-    assert np.all(values[..., :200] == 1)
-    assert np.all(values[..., 200:] == 0)
-    assert preprocess(np.zeros((24, 500, 3), np.uint8)).shape == (1, 3, 48, 1000)
-
-
-def test_decode_merges_repeats_and_drops_blanks() -> None:
-    alphabet = alphabet_of("a\nb\u2028\n")
-    assert alphabet == ["", "a", "b\u2028", " "]
-    assert decode(np.eye(4, dtype=np.float32)[[1, 1, 0, 1, 3, 0, 2, 3]], ["", "a", "b", " "]) == "aa b"
+def test_encoding_loses_nothing() -> None:
+    line = next(printed_lines(1))
+    assert np.array_equal(cv2.imdecode(np.frombuffer(encoded(line), np.uint8), cv2.IMREAD_COLOR), line.image)
 
 
 @given(WORDS, WORDS, WORDS)
