@@ -72,11 +72,12 @@ def bind_shapes(model: ir.Model, requests: Sequence[ShapeRequest]) -> dict[str, 
 
 
 def _dims(value: ir.Value) -> list[int | str]:
-    """Axes of an input: sizes, or symbols; an unnamed axis is its own symbol."""
+    """Axes of an input: sizes, or symbols; an unnamed axis is its own symbol, and so is one that Paddle names "?"."""
     if value.shape is None:
         raise ModelError(f"input {value.name!r} has no rank", "export the model with shapes")
     return [
-        dim if isinstance(dim, int) else (dim.value or f"{value.name}.{axis}") for axis, dim in enumerate(value.shape)
+        dim if isinstance(dim, int) else (str(dim.value or "").strip("?") or f"{value.name}.{axis}")
+        for axis, dim in enumerate(value.shape)
     ]
 
 
