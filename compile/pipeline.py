@@ -17,8 +17,9 @@ import numpy as np
 from compile import memory
 from compile.activations import ActivationCache
 from compile.backends.base import Backend, Lowered, Model, Part, WeightFootprint, backend
+from compile.calibrate.control import control_inputs
 from compile.calibrate.samples import Sample, read_samples
-from compile.calibrate.synthetic import corners, random_samples
+from compile.calibrate.synthetic import corners, largest_sample, random_samples
 from compile.dump import check_pass_name, dump_after
 from compile.errors import ModelError, OptionError, VerificationError
 from compile.graph import ir, load_model, nodes_of, weight_nbytes
@@ -307,7 +308,7 @@ def _plan(
     board: Board, options: Options, runtime: Backend, work: _Work, parts: Sequence[Part], weights: list[WeightFootprint]
 ) -> tuple[Contract, Residency, MemoryPlan]:
     """Observe one run at the largest shapes, and make contract, residency and certificate of what was seen."""
-    largest = random_samples(work.model, work.inputs, ("max",))[0]
+    largest = largest_sample(work.model, work.inputs, work.samples)
     trace = runtime.observe(parts, work.settings, largest, work.results)
     contract = build_contract(work.model, work.dims, trace.output_nbytes)
     arena = memory.place(memory.activation_buffers(trace))
@@ -536,6 +537,9 @@ def _samples(model: ir.Model, contract: Contract, options: Options, progress: Pr
     if options.calib is not None:
         return read_samples(options.calib, contract, options.samples), options.calib.name
     progress.warn("no --calib data: verified on random inputs, which say whether the model runs, not how well")
+    if control := control_inputs(model):
+        names = " and ".join(map(repr, control[:2])) + (f" and {len(control) - 2} more" if control[2:] else "")
+        progress.warn(f"the values of {names} decide shapes, and random ones mean nothing: give samples with --calib")
     return random_samples(model, contract, corners(contract.dims)), "random"
 
 

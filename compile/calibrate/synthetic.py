@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from compile.calibrate.control import control_inputs
 from compile.calibrate.samples import Sample
 from compile.errors import DataError
 from compile.graph import ir
@@ -28,6 +29,16 @@ def random_samples(model: ir.Model, contract: Contract, corners: tuple[str, ...]
         sizes = sizes_at(contract.dims, corner)
         samples.append({spec.name: _random(rng, spec, sizes, limits.get(spec.name, 2)) for spec in contract.inputs})
     return samples
+
+
+def largest_sample(model: ir.Model, contract: Contract, samples: Sequence[Sample]) -> Sample:
+    """A random sample at the upper ends of all ranges; inputs whose values decide shapes are as in the first given
+    sample that has them at full size."""
+    largest = random_samples(model, contract, ("max",))[0]
+    for name in control_inputs(model):
+        given = (sample[name] for sample in samples if sample[name].shape == largest[name].shape)
+        largest[name] = next(given, largest[name])
+    return largest
 
 
 def _random(rng: np.random.Generator, spec: TensorSpec, sizes: Mapping[str, int], limit: int) -> npt.NDArray[Any]:

@@ -14,6 +14,7 @@ from compile.errors import ModelError
 from compile.graph import FreshNames, graphs_of, ir, nodes_of
 from compile.host import give_back
 from compile.passes.base import Pass
+from compile.passes.sequences import sequences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +102,7 @@ class InferShapes(Pass):
 
     def apply(self, model: ir.Model) -> Sequence[str]:
         declared = {v: v.shape for node in model.graph for v in node.outputs if v.shape is not None}
+        untyped = {value for node in nodes_of(model) for value in node.outputs if value.type is None}
         for value in declared:
             value.shape = None
         common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
@@ -119,6 +121,8 @@ class InferShapes(Pass):
                     b if isinstance(b, int) or str(b) in symbols else a for a, b in zip(shape, value.shape, strict=True)
                 ]
                 value.shape = ir.Shape(known)
+        for value in sequences(model, untyped):
+            value.type = value.shape = None
         if not wrong:
             return ()
         more = f" and {len(wrong) - 2} more" if len(wrong) > 2 else ""
