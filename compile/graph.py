@@ -365,9 +365,15 @@ def weight_nbytes(model: ir.Model) -> int:
 
 
 def contract_dtype(value: ir.Value) -> DType:
-    """Element type of a graph input or output; ModelError for sequences, optionals and unknown types."""
+    """Element type of a graph input or output; ModelError for what no client could send or receive: sequences,
+    optionals, and types that the Open Inference Protocol has no name for."""
+    hint = "inputs and outputs of a bundle are dense tensors"
     if not isinstance(value.type, ir.TensorType) or value.dtype not in DTYPES:
+        raise ModelError(f"{value.name!r} is {value.type or 'of unknown type'}", hint)
+    dtype = DTYPES[value.dtype]
+    if dtype.oip is None:
         raise ModelError(
-            f"{value.name!r} is {value.type or 'of unknown type'}", "inputs and outputs of a bundle are dense tensors"
+            f"{value.name!r} is {dtype.value}, which the Open Inference Protocol cannot carry",
+            "put a Cast to float16 or float32 between it and the client",
         )
-    return DTYPES[value.dtype]
+    return dtype

@@ -16,7 +16,7 @@ import numpy as np
 
 from compile import memory
 from compile.activations import ActivationCache
-from compile.backends.base import Backend, Lowered, Model, Part, WeightFootprint, backend
+from compile.backends.base import Backend, Lowered, Model, Part, Trace, WeightFootprint, backend
 from compile.calibrate.control import control_inputs
 from compile.calibrate.samples import Sample, read_samples
 from compile.calibrate.synthetic import corners, largest_sample, random_samples
@@ -37,12 +37,12 @@ from compile.passes.normalize import (
     RemoveDeadCode,
     SortNodes,
 )
-from compile.passes.widen import WidenHalf
+from compile.passes.widen import WidenHalf, holds_half
 from compile.quantize.schemes import Scheme, choose_scheme
 from compile.report import report_json
 from compile.shapes import ShapeRequest, bind_shapes, build_contract, largest_nbytes, sizes_at
 from compile.source import Digests, SourceStamp
-from compile.verify import FLOAT_LIMIT, Link, verify
+from compile.verify import FLOAT_LIMIT, HALF_LIMIT, Link, verify
 from compile.writer import BundleWriter
 from targets.board import MIB, Board, board_digest
 from targets.budget import MemoryPlan, budget_bytes, check_plan
@@ -254,6 +254,8 @@ def _transform(
     stamp = SourceStamp.of(source, model)
     source_bytes = weight_nbytes(model)
 
+    half = holds_half(model)
+
     progress.phase("transform")
     dims = bind_shapes(model, options.shapes)
     dump = dump_after(options.dump_after, model, options.dump_to or out.absolute().parent, out.stem)
@@ -285,7 +287,7 @@ def _transform(
         source_bytes=source_bytes,
         stamp=stamp,
         head=head,
-        error_limit=_error_limit(options, scheme),
+        error_limit=_error_limit(options, scheme, half),
         scheme_is_blocked=bool(scheme.matmul_bits),
     )
 
@@ -308,8 +310,7 @@ def _plan(
     board: Board, options: Options, runtime: Backend, work: _Work, parts: Sequence[Part], weights: list[WeightFootprint]
 ) -> tuple[Contract, Residency, MemoryPlan]:
     """Observe one run at the largest shapes, and make contract, residency and certificate of what was seen."""
-    largest = largest_sample(work.model, work.inputs, work.samples)
-    trace = runtime.observe(parts, work.settings, largest, work.results)
+    largest, trace = _observed(runtime, work, parts)
     contract = build_contract(work.model, work.dims, trace.output_nbytes)
     arena = memory.place(memory.activation_buffers(trace))
     practical = memory.arena_in_practice(
@@ -323,6 +324,19 @@ def _plan(
     images = (memory_bytes(options.recipe, contract), options.recipe.decode.max_bytes) if options.recipe else ()
     needs = memory.Footprint(weights, practical - arena.height, slot, inputs, *images)
     return contract, *memory.choose(board, arena, needs, options.slots, options.residency, work.scheme_is_blocked)
+
+
+def _observed(runtime: Backend, work: _Work, parts: Sequence[Part]) -> tuple[Sample, Trace]:
+    """A run on random values, which make data-dependent results large; where the model cannot run on such values (it
+    divides by them, they are axes), on a sample of the largest shapes."""
+    random = largest_sample(work.model, work.inputs, work.samples)
+    try:
+        return random, runtime.observe(parts, work.settings, random, work.results)
+    except VerificationError:
+        for sample in work.samples:
+            if all(sample[name].shape == array.shape for name, array in random.items()):
+                return sample, runtime.observe(parts, work.settings, sample, work.results)
+        raise
 
 
 class _Both(Progress):
@@ -564,9 +578,11 @@ def _properties_json(properties: dict[str, str]) -> bytes:
     return json.dumps(dict(sorted(properties.items())), ensure_ascii=False, indent=1).encode()
 
 
-def _error_limit(options: Options, scheme: Scheme) -> float | None:
+def _error_limit(options: Options, scheme: Scheme, half: bool) -> float | None:
     quantizes = scheme.matmul_bits or scheme.conv_bits or scheme.dynamic
-    return options.max_error if options.max_error is not None else (None if quantizes else FLOAT_LIMIT)
+    if options.max_error is not None or quantizes:
+        return options.max_error
+    return HALF_LIMIT if half else FLOAT_LIMIT
 
 
 def _segment(folder: Path, part: Part, settings: dict[str, str], residency: Residency) -> Segment:

@@ -49,6 +49,8 @@ def bind_shapes(model: ir.Model, requests: Sequence[ShapeRequest]) -> dict[str, 
     """
     inputs = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
     names = [value.name or "" for value in inputs]
+    for value in inputs:
+        contract_dtype(value)
     open_dims = dict.fromkeys(dim for value in inputs for dim in _dims(value) if isinstance(dim, str))
     symbols: dict[str, DimRange] = {}
     for pattern, ranges in requests:

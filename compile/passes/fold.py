@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 from onnxscript.optimizer import fold_constants
 
-from compile.errors import ModelError
 from compile.graph import ir
 from compile.passes.base import Pass
+from compile.passes.sequences import sequences
 
 # The optimizer logs every node it leaves; the pass reports by its result.
 logging.getLogger("onnxscript").setLevel(logging.ERROR)
 
+# Since this opset Split, Squeeze and Unsqueeze take their sizes and axes as inputs.
+_AXES_INPUT_OPSET = 13
 # Of which a few elements say how large the result is.
 _GROWING = ("ConstantOfShape", "Expand", "Tile", "Range", "Resize", "OneHot", "Pad", "EyeLike", "Upsample")
 # An outer product of two such inputs still has no more than a quarter of a million elements.
@@ -37,7 +40,10 @@ class FoldConstants(Pass):
 
     requires: ClassVar = ("no_constant_nodes", "sorted")
 
-    def apply(self, model: ir.Model) -> None:
+    def apply(self, model: ir.Model) -> Sequence[str]:
+        # Whatever the opset, the library's rules for sequences write the newer form of these.
+        if model.graph.opset_imports.get("", 0) < _AXES_INPUT_OPSET and sequences(model):
+            return ()
         try:
             fold_constants(
                 model,
@@ -48,7 +54,9 @@ class FoldConstants(Pass):
             )
         except RuntimeError as error:
             reason = error.__cause__ or error
-            raise ModelError(f"constants cannot be folded: {error}: {reason}", "export the model again") from None
+            # Each node is replaced by itself, so the graph is whole; what the runtime refuses too, it will name.
+            return [f"constants from some node on are not folded: {' '.join(f'{error}: {reason}'.split())}"]
+        return ()
 
     def _should_fold(self, node: ir.Node) -> bool | None:
         """False where the result is, or could be, larger than its cap: it would be computed before it is measured."""

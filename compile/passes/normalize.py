@@ -121,7 +121,7 @@ class InferShapes(Pass):
                     b if isinstance(b, int) or str(b) in symbols else a for a, b in zip(shape, value.shape, strict=True)
                 ]
                 value.shape = ir.Shape(known)
-        for value in sequences(model, untyped):
+        for value in sequences(model) & untyped:
             value.type = value.shape = None
         if not wrong:
             return ()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-
 from compile.graph import bodies_of, ir, nodes_of
 
 _MAKE = frozenset(
@@ -20,8 +18,8 @@ _MAKE = frozenset(
 _PASS_ON = frozenset(("Identity", "If", "Loop", "OptionalGetElement"))
 
 
-def sequences(model: ir.Model, candidates: Container[ir.Value]) -> set[ir.Value]:
-    """Those of the candidates that an operator for sequences makes, or one that passes them on."""
+def sequences(model: ir.Model) -> set[ir.Value]:
+    """Every value that an operator for sequences makes, or one that passes them on."""
     found: set[ir.Value] = set()
 
     def is_sequence(value: ir.Value | None) -> bool:
@@ -34,5 +32,5 @@ def sequences(model: ir.Model, candidates: Container[ir.Value]) -> set[ir.Value]
         for node in nodes_of(model):
             read = (*node.inputs, *(v for body in bodies_of(node) for v in body.outputs))
             if node.op_type in _MAKE or (node.op_type in _PASS_ON and any(map(is_sequence, read))):
-                found.update(v for v in node.outputs if v in candidates)
+                found.update(node.outputs)
     return found

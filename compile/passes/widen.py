@@ -26,7 +26,7 @@ class WidenHalf(Pass):
     ensures: ClassVar = ("no_functions", "sorted", "unique_names")
 
     def apply(self, model: ir.Model) -> None:
-        if not _has_half(model):
+        if not holds_half(model):
             return
         names = FreshNames(model)
         narrow = [index for index, value in enumerate(model.graph.outputs) if value.dtype == _HALF and value.producer()]
@@ -45,7 +45,8 @@ class WidenHalf(Pass):
             _narrow_output(model.graph, index, names)
 
 
-def _has_half(model: ir.Model) -> bool:
+def holds_half(model: ir.Model) -> bool:
+    """Whether anything in the model is FP16."""
     return any(
         value.dtype == _HALF
         for graph in graphs_of(model)
