@@ -1,0 +1,26 @@
+"""A sample of the onnx package's conformance models through the whole compiler; all of them: `bench.conformance`."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.conformance import Outcome, conformance_models, run_all
+from compile.quantize.schemes import SCHEMES
+
+EVERY = 27
+SERVED_LATER = "inputs and outputs of a bundle are dense tensors"
+
+
+@pytest.mark.slow
+def test_every_27th_model_compiles_under_every_scheme_and_gives_what_is_expected() -> None:
+    cases = conformance_models()
+    assert len(cases) == 1905
+    sample = cases[::EVERY]
+    ran = 0
+    for source, *compiled in run_all(sample, tuple(SCHEMES), 2):
+        for result in compiled:
+            assert result.outcome is not Outcome.CRASHED, result
+            if source.outcome is Outcome.EQUAL and SERVED_LATER not in result.reason:
+                assert result.outcome is Outcome.EQUAL, result
+                ran += 1
+    assert ran > len(sample) * len(SCHEMES) // 2
