@@ -165,7 +165,7 @@ class AlignBroadcasts(Pass):
             if behind > 0:
                 aligned = ir.node("Unsqueeze", [right], {"axes": list(range(rank, rank + behind))})
                 aligned.outputs[0].name = names.make(f"{right.name}.aligned")
-                aligned.outputs[0].dtype = right.dtype
+                aligned.outputs[0].type = right.type
                 aligned.outputs[0].shape = ir.Shape([*right.shape, *[1] * behind])
                 node.graph.insert_before(node, aligned)
                 node.replace_input_with(1, aligned.outputs[0])
