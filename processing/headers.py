@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from targets.errors import ImageError
@@ -21,6 +22,9 @@ _OTHER_SOF = frozenset({0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0x
 _EOI, _SOS = 0xD9, 0xDA
 # Every scan of a progressive JPEG goes over all of its blocks; encoders make about ten.
 MAX_SCANS = 64
+# Cameras write some dozens of segments, encoders a chunk every few KiB; a file of nothing but markers takes seconds.
+_MAX_SEGMENTS = 1 << 12
+_MAX_CHUNKS = 1 << 16
 _DAMAGED = "it may have been cut short on its way"
 _WHOLE_BODY = "over HTTP the file itself is the body, not a form: curl --data-binary @FILE"
 
@@ -49,37 +53,45 @@ def read_header(data: bytes) -> Header:
 
 def _jpeg(data: bytes) -> Header:
     header: Header | None = None
-    at, scans = 2, 0
-    while True:
+    scans = 0
+    for code, at in _segments(data):
+        if code in _OTHER_SOF:
+            raise ImageError(f"the JPEG is of kind SOF{code - 0xC0}", f"available: {', '.join(_SOF.values())}")
+        if code in _SOF and header:
+            raise ImageError("the JPEG has two frames", "send one image")
+        if code in _SOF:
+            header = _frame(data, at)
+        scans += code == _SOS
+        if scans > MAX_SCANS:
+            raise ImageError(f"the JPEG has more than {MAX_SCANS} scans", "save it as baseline JPEG")
+    if not header or not scans:
+        raise ImageError("the JPEG has no image in it", _DAMAGED)
+    return header
+
+
+def _segments(data: bytes) -> Iterator[tuple[int, int]]:
+    """(marker, where its parameters begin), up to the end of the image; entropy-coded data is passed over."""
+    at = 2
+    for _ in range(_MAX_SEGMENTS):
         if data[at] != 0xFF:
             raise ImageError(f"the JPEG has no marker at byte {at}", _DAMAGED)
         code = data[at + 1]
+        if code == _EOI:
+            return
         if code == 0xFF:
             at += 1
             continue
-        if code == _EOI:
-            break
         (length,) = struct.unpack_from(">H", data, at + 2)
         if length < 2:
             raise ImageError(f"the JPEG has an empty segment at byte {at}", _DAMAGED)
-        if code in _OTHER_SOF:
-            raise ImageError(f"the JPEG is of kind SOF{code - 0xC0}", f"available: {', '.join(_SOF.values())}")
-        if code in _SOF:
-            if header:
-                raise ImageError("the JPEG has two frames", "send one image")
-            header = _frame(data, at + 4)
+        yield code, at + 4
         at += 2 + length
         if code == _SOS:
-            scans += 1
-            if scans > MAX_SCANS:
-                raise ImageError(f"the JPEG has more than {MAX_SCANS} scans", "save it as baseline JPEG")
             marker = _MARKER.search(data, at)
             if not marker:
                 raise ImageError("the JPEG ends too early", _DAMAGED)
             at = marker.start()
-    if not header or not scans:
-        raise ImageError("the JPEG has no image in it", _DAMAGED)
-    return header
+    raise ImageError(f"the JPEG has more than {_MAX_SEGMENTS} segments", "save it again without metadata")
 
 
 def _frame(data: bytes, at: int) -> Header:
@@ -96,17 +108,19 @@ def _png(data: bytes) -> Header:
     width, height = struct.unpack_from(">II", data, 16)
     if data[12:16] != b"IHDR":
         raise ImageError("the PNG does not begin with its header", _DAMAGED)
-    at, kind = len(_PNG), b""
+    at = len(_PNG)
     view = memoryview(data)
-    while kind != b"IEND":
+    for _ in range(_MAX_CHUNKS):
         length, kind = struct.unpack_from(">I4s", data, at)
         (checksum,) = struct.unpack_from(">I", data, at + 8 + length)
         if zlib.crc32(view[at + 4 : at + 8 + length]) != checksum:
             raise ImageError(f"the PNG is damaged: chunk {kind!r} has another checksum", _DAMAGED)
         if kind == b"acTL":
             raise ImageError("the PNG is animated", "send one image")
+        if kind == b"IEND":
+            return _sized("png", width, height)
         at += 12 + length
-    return _sized("png", width, height)
+    raise ImageError(f"the PNG has more than {_MAX_CHUNKS} chunks", "save it again")
 
 
 def _sized(kind: str, width: int, height: int) -> Header:

@@ -62,6 +62,10 @@ def test_what_is_not_taken() -> None:
     scan = JPEG[JPEG.index(b"\xff\xda") : -2]
     with pytest.raises(ImageError, match=f"more than {MAX_SCANS} scans"):
         read_header(JPEG[:-2] + scan * MAX_SCANS + JPEG[-2:])
+    with pytest.raises(ImageError, match="more than 4096 segments"):
+        read_header(b"\xff\xd8" + b"\xff" * 10_000)
+    with pytest.raises(ImageError, match="more than 65536 chunks"):
+        read_header(png_of(1, 1, packed, chunk(b"tEXt", b"") * 70_000))
     with pytest.raises(ImageError, match="no image in it"):
         read_header(b"\xff\xd8\xff\xd9")
 
