@@ -88,6 +88,8 @@ NORMALIZE: tuple[Pass, ...] = (
     RemoveDeadCode(),
     FixNames(),
     SortNodes(),
+    # Shapes that were computed are constants now, and a few of their elements may ask for terabytes.
+    InferShapes(),
 )
 
 

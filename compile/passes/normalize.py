@@ -7,11 +7,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
+import onnx
 from onnx_ir.passes import PassError, Sequential, common
 from onnxscript.version_converter import ConvertVersionPass
 
 from compile.errors import ModelError
-from compile.graph import FreshNames, graphs_of, ir, nodes_of
+from compile.graph import FreshNames, constant, graphs_of, ir, nodes_of
 from compile.host import give_back
 from compile.passes.base import Pass
 from compile.passes.sequences import sequences
@@ -106,6 +107,7 @@ class InferShapes(Pass):
         for value in declared:
             value.shape = None
         common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+        _infer_bodies(model)
         give_back()
         symbols = {str(dim) for value in model.graph.inputs for dim in value.shape or () if not isinstance(dim, int)}
         wrong: list[str] = []
@@ -127,6 +129,44 @@ class InferShapes(Pass):
             return ()
         more = f" and {len(wrong) - 2} more" if len(wrong) > 2 else ""
         return [f"the model states shapes that do not follow from its inputs: {'; '.join(wrong[:2])}{more}"]
+
+
+# Tensors of at most so many elements are shapes, counts and factors, which inference looks into.
+_SHAPE_ELEMENTS = 64
+
+
+def _infer_bodies(model: ir.Model) -> None:
+    """Complete the shapes inside of subgraphs, where ONNX does not see constants of the graphs around."""
+    opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in model.graph.opset_imports.items()]
+    for graph in graphs_of(model):
+        for node in graph if graph is not model.graph else ():
+            if any(value.shape is None or not value.shape.is_static() for value in node.outputs):
+                _infer_node(node, opsets, model.ir_version)
+
+
+def _infer_node(node: ir.Node, opsets: list[onnx.OperatorSetIdProto], ir_version: int) -> None:
+    opset = next((each.version for each in opsets if each.domain == node.domain), 1)
+    given = [value for value in node.inputs if value is not None and value.name and value.dtype is not None]
+    types = {
+        value.name: onnx.helper.make_tensor_type_proto(
+            value.dtype,
+            None if value.shape is None else [d if isinstance(d, int) else d.value for d in value.shape],
+        )
+        for value in given
+    }
+    small = {value.name: constant(value) for value in given}
+    data = {n: ir.serde.serialize_tensor(t) for n, t in small.items() if t is not None and t.size <= _SHAPE_ELEMENTS}
+    try:
+        schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
+        found = onnx.shape_inference.infer_node_outputs(
+            schema, ir.serde.serialize_node(node), types, data, opset_imports=opsets, ir_version=ir_version
+        )
+    except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError, RuntimeError, ValueError):
+        return
+    for value in node.outputs:
+        shape = ir.serde.deserialize_type_proto_for_shape(found[value.name]) if value.name in found else None
+        if shape is not None and shape.is_static():
+            value.shape = shape
 
 
 def _shown(shape: ir.Shape) -> str:

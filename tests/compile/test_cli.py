@@ -2,225 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import re
 import subprocess
 import sys
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto
 
-from compile.__main__ import main
 from targets.board import board_source
 from targets.bundle import read_manifest, verify_files
-from tests.support.models import external, init, mlp, model, node, normal, save, value
+from tests.support.commands import Run, refused, runner
+from tests.support.models import init, mlp, model, node, normal, save, value
 
 BOARD = "x86-64-dev"
-LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 98101\n"
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def complaints(self) -> list[str]:
-        """What is on standard error beside warnings."""
-        return [line for line in self.err.splitlines() if not line.startswith("warning:")]
-
-
-Run = Callable[..., Outcome]
 
 
 @pytest.fixture
 def tightfit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def run(*arguments: str | Path) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["tightfit-compile", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        return Outcome(int(ended.value.code or 0), printed.out, printed.err)
-
-    return run
-
-
-def refused(tightfit: Run, folder: Path, words: str, *arguments: str | Path) -> None:
-    """Compile into `folder`/out/m.tfb; it must fail with one line and leave nothing."""
-    out = folder / "out"
-    out.mkdir()
-    done = tightfit(*arguments, "--json", "-o", out / "m.tfb")
-    assert done.code == 2
-    assert done.out == ""
-    assert len(done.complaints) == 1, done.err
-    assert done.complaints[0].startswith("tightfit-compile: error: ")
-    assert re.search(words, done.complaints[0]), done.complaints[0]
-    assert not list(out.iterdir())
-
-
-# -- files that are no model ---------------------------------------------------------------------------------------
-
-
-def a_zip(path: Path) -> None:
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("model.onnx", b"x")
-
-
-FILES: dict[str, tuple[bytes | Callable[[Path], Any], str]] = {
-    "random": (np.random.default_rng(0).bytes(500), "not a valid ONNX model"),
-    "text": (b"hello, this is a text\n" * 20, "not a valid ONNX model"),
-    "empty": (b"", "is empty"),
-    "zip": (a_zip, "is a zip archive"),
-    "json": (b'{"model": 1}', "is JSON"),
-    "html": (b"<html>404 Not Found</html>", "is a web page"),
-    "tflite": (b"\x1c\0\0\0TFL3" + b"\0" * 50, "is a TensorFlow Lite model"),
-    "lfs": (LFS, "git-lfs pointer.*git lfs pull"),
-    "pickle": (b"\x80\x02}q\0.", "Python pickle"),
-    "folder": (Path.mkdir, "is a folder"),
-    "missing": (lambda _: None, "cannot read .*No such file"),
-}
-
-
-@pytest.mark.parametrize("kind", FILES)
-def test_not_a_model(tightfit: Run, tmp_path: Path, kind: str) -> None:
-    content, words = FILES[kind]
-    path = tmp_path / "model.onnx"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        content(path)
-    refused(tightfit, tmp_path, words, path, "--target", BOARD)
-
-
-# -- external data -------------------------------------------------------------------------------------------------
-
-
-def link(path: Path) -> None:
-    path.with_name("real.bin").write_bytes(b"\0" * 4096)
-    path.symlink_to("real.bin")
-
-
-def hard_link(path: Path) -> None:
-    path.with_name("real.bin").write_bytes(b"\0" * 4096)
-    path.hardlink_to(path.with_name("real.bin"))
-
-
-ZEROS = b"\0" * 4096
-EXTERNAL: dict[str, tuple[dict[str, object], bytes | Callable[[Path], Any], str]] = {
-    "missing": ({"location": "w.bin"}, lambda _: None, "weight file w.bin is missing"),
-    "truncated": ({"location": "w.bin", "offset": 64, "length": 128}, b"\0" * 100, "ends at byte 192.*has 100"),
-    "giant offset": ({"location": "w.bin", "offset": 1 << 62, "length": 128}, ZEROS, "ends at byte"),
-    "negative offset": ({"location": "w.bin", "offset": -8, "length": 128}, ZEROS, "'w'|valid ONNX"),
-    "words for an offset": ({"location": "w.bin", "offset": "many"}, ZEROS, "not a valid ONNX model"),
-    "length mismatch": ({"location": "w.bin", "length": 64}, ZEROS, "needs 128 bytes.*says 64"),
-    "parent": ({"location": "../secret.bin"}, ZEROS, "outside the model's folder"),
-    "hidden parent": ({"location": "a/../../secret.bin"}, ZEROS, "outside the model's folder"),
-    "absolute": ({"location": "/etc/hostname"}, ZEROS, "outside the model's folder"),
-    "symlink": ({"location": "w.bin"}, link, "reached through a link"),
-    "hard link": ({"location": "w.bin"}, hard_link, "second hard link"),
-    "lfs": ({"location": "w.bin"}, LFS + ZEROS, "git-lfs pointer.*git lfs pull"),
-    "folder": ({"location": "w.bin"}, Path.mkdir, "not a plain file"),
-    "fifo": ({"location": "w.bin"}, os.mkfifo, "not a plain file"),
-    "no location": ({"offset": 0}, ZEROS, "outside the model's folder|valid ONNX"),
-}
-
-
-@pytest.mark.parametrize("kind", EXTERNAL)
-def test_unsafe_or_broken_external_data(tightfit: Run, tmp_path: Path, kind: str) -> None:
-    entries, content, words = EXTERNAL[kind]
-    folder = tmp_path / "model"
-    multiply = node("MatMul", ["x", "w"], ["y"])
-    weights = [external("w", [8, 4], **entries)]
-    path = save(folder, model([multiply], [value("x", [1, 8])], [value("y", [1, 4])], weights))
-    (tmp_path / "secret.bin").write_bytes(ZEROS)
-    if isinstance(content, bytes):
-        (folder / "w.bin").write_bytes(content)
-    else:
-        content(folder / "w.bin")
-    refused(tightfit, tmp_path, words, path, "--target", BOARD)
-
-
-def test_overlapping_weights(tightfit: Run, tmp_path: Path) -> None:
-    nodes = [node("MatMul", ["x", "w"], ["a"]), node("MatMul", ["a", "v"], ["y"])]
-    weights = [external("w", [4, 4], location="w.bin"), external("v", [4, 4], location="w.bin", offset=32)]
-    path = save(tmp_path, model(nodes, [value("x", [1, 4])], [value("y", [1, 4])], weights))
-    (tmp_path / "w.bin").write_bytes(ZEROS)
-    refused(tightfit, tmp_path, "'w' and 'v' overlap in w.bin", path, "--target", BOARD)
-
-
-# -- graphs ----------------------------------------------------------------------------------------------------------
-
-
-def graph(nodes: list[Any], outputs: list[Any] | None = None, **more: Any) -> onnx.ModelProto:
-    return model(nodes, [value("x", [1, 40])], outputs if outputs is not None else [value("y", None)], **more)
-
-
-def without_opset() -> onnx.ModelProto:
-    made = graph([node("Relu", ["x"], ["y"])])
-    del made.opset_import[:]
-    return made
-
-
-def short_data() -> onnx.ModelProto:
-    tensor = TensorProto(name="w", data_type=1, dims=[1 << 31, 1 << 31, 8], raw_data=b"\0" * 16)
-    return graph([node("MatMul", ["x", "w"], ["y"])], weights=[tensor])
-
-
-def nan_weight() -> onnx.ModelProto:
-    weight = normal(40, 40)
-    weight[0, 0] = np.nan
-    return graph([node("MatMul", ["x", "w"], ["y"])], weights=[init("w", weight)])
-
-
-GRAPHS: dict[str, tuple[Callable[[], onnx.ModelProto], list[str], str]] = {
-    "no outputs": (lambda: graph([node("Relu", ["x"], ["y"])], []), [], "the graph has no outputs"),
-    "cycle": (lambda: graph([node("Add", ["x", "y"], ["a"]), node("Relu", ["a"], ["y"])]), [], "has a cycle"),
-    "opset too new": (lambda: graph([node("Relu", ["x"], ["y"])], opset=99), [], "opset 99;.*ends at 28"),
-    "no opset": (without_opset, [], "imports no operator set"),
-    "one name written twice": (
-        lambda: graph([node("Relu", ["x"], ["a"]), node("Neg", ["x"], ["a"]), node("Abs", ["a"], ["y"])]),
-        [],
-        "'a' is redeclared",
-    ),
-    "one output listed twice": (
-        lambda: graph([node("Relu", ["x"], ["y"])], [value("y", [1, 40]), value("y", [1, 40])]),
-        [],
-        "output 'y' is listed twice",
-    ),
-    "input from nowhere": (lambda: graph([node("Add", ["x", "q"], ["y"])]), [], "reads 'q', which nothing produces"),
-    "custom domain": (
-        lambda: graph([node("Magic", ["x"], ["y"], domain="com.acme")], [value("y", [1, 40])], domains=["com.acme"]),
-        [],
-        r"no operator com\.acme::Magic \(node",
-    ),
-    "unknown operator": (lambda: graph([node("Magic", ["x"], ["y"])], [value("y", [1, 40])]), [], "Magic"),
-    "shape larger than the data": (short_data, [], "'w' needs 147573952589676412928 bytes.*the file has 16"),
-    "NaN weight": (nan_weight, ["--scheme", "int4"], "tensor 'w' holds 1 NaN among its 1600 values"),
-    "84 bytes that ask for 16 GB": (
-        lambda: graph(
-            [node("ConstantOfShape", ["s"], ["c"]), node("Identity", ["c"], ["y"])],
-            weights=[init("s", np.array([1 << 16, 1 << 16]))],
-        ),
-        [],
-        "ConstantOfShape node '.*' makes a tensor of 16.0 GiB",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", GRAPHS)
-def test_graphs_that_cannot_be_compiled(tightfit: Run, tmp_path: Path, kind: str) -> None:
-    build, options, words = GRAPHS[kind]
-    refused(tightfit, tmp_path, words, save(tmp_path, build()), "--target", BOARD, *options)
+    return runner(capsys, monkeypatch)
 
 
 # -- options and data --------------------------------------------------------------------------------------------
