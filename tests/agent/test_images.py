@@ -190,7 +190,7 @@ def test_images_take_no_more_than_the_plan_has(agent: Agent, tmp_path: Path) -> 
                 answer.result()
         grown = peak(small) - before
     manifest = read_manifest(bundle)
-    bodies = manifest.plan.slots * 2 * recipe.decode.max_bytes
+    bodies = manifest.plan.slots * 2 * len(large)
     assert grown > 2000 * 2000 * 3
     assert grown <= memory_bytes(recipe, manifest.contract) + bodies
 
