@@ -146,16 +146,16 @@ def _infer_bodies(model: ir.Model) -> None:
 
 def _infer_node(node: ir.Node, opsets: list[onnx.OperatorSetIdProto], ir_version: int) -> None:
     opset = next((each.version for each in opsets if each.domain == node.domain), 1)
-    given = [value for value in node.inputs if value is not None and value.name and value.dtype is not None]
-    types = {
-        value.name: onnx.helper.make_tensor_type_proto(
-            value.dtype,
-            None if value.shape is None else [d if isinstance(d, int) else d.value for d in value.shape],
-        )
-        for value in given
-    }
-    small = {value.name: constant(value) for value in given}
-    data = {n: ir.serde.serialize_tensor(t) for n, t in small.items() if t is not None and t.size <= _SHAPE_ELEMENTS}
+    types: dict[str, onnx.TypeProto] = {}
+    data: dict[str, onnx.TensorProto] = {}
+    for value in node.inputs:
+        if value is None or not value.name or value.dtype is None:
+            continue
+        dims = None if value.shape is None else [d if isinstance(d, int) else d.value for d in value.shape]
+        types[value.name] = onnx.helper.make_tensor_type_proto(value.dtype, dims)
+        tensor = constant(value)
+        if tensor is not None and tensor.size <= _SHAPE_ELEMENTS:
+            data[value.name] = ir.serde.serialize_tensor(tensor)
     try:
         schema = onnx.defs.get_schema(node.op_type, opset, node.domain)
         found = onnx.shape_inference.infer_node_outputs(
@@ -164,7 +164,8 @@ def _infer_node(node: ir.Node, opsets: list[onnx.OperatorSetIdProto], ir_version
     except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError, RuntimeError, ValueError):
         return
     for value in node.outputs:
-        shape = ir.serde.deserialize_type_proto_for_shape(found[value.name]) if value.name in found else None
+        made = found.get(value.name or "")
+        shape = ir.serde.deserialize_type_proto_for_shape(made) if made is not None else None
         if shape is not None and shape.is_static():
             value.shape = shape
 
