@@ -1,7 +1,8 @@
 """What a compilation has already written, so that it can go on after a kill and end with the same bytes.
 
 Theory of operation: `journal.jsonl` stands in OUT.partial. Its first line says what is being made (source, options,
-board, versions); each further line says where one tensor stands and its SHA-256, and is written after the tensor.
+board, versions); each further line says where one tensor stands and the SHA-256 of the weight file up to its end, and
+is written after the tensor.
 A later run with an equal first line reads the weight file once, keeps every leading tensor whose digest still holds,
 cuts the file behind the last of them and goes on. Order and padding are fixed, so the result does not depend on how
 often it was interrupted. Records need no fsync to survive a kill; a power cut loses at most what was not yet synced,
@@ -26,7 +27,7 @@ READ_BYTES = 4 << 20
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One tensor in the weight file: storage key, place, digest of its bytes."""
+    """One tensor in the weight file: storage key, place, digest of the file up to the tensor's end."""
 
     key: str
     offset: int
@@ -114,13 +115,11 @@ def verified_prefix(weights: Path, records: Iterator[Record]) -> tuple[list[Reco
             if padding.strip(b"\0"):
                 break
             attempt.update(padding)
-            digest = hashlib.sha256()
             left = record.nbytes
             while left and (data := file.read(min(left, READ_BYTES))):
-                digest.update(data)
                 attempt.update(data)
                 left -= len(data)
-            if left or digest.hexdigest() != record.sha256:
+            if left or attempt.hexdigest() != record.sha256:
                 break
             whole, end = attempt, record.offset + record.nbytes
             kept.append(record)

@@ -251,11 +251,9 @@ class TensorSink:
     def _append(self, tensor: ir.TensorProtocol, name: str, key: str) -> Record:
         self._write(b"\0" * (-self.nbytes % PAGE))
         start = self.nbytes
-        digest = hashlib.sha256()
         for piece in _pieces(tensor, name):
             self._write(piece)
-            digest.update(piece)
-        record = Record(key, start, self.nbytes - start, digest.hexdigest())
+        record = Record(key, start, self.nbytes - start, self.sha256)
         self._journal.add(record, self._file.fileno())
         return record
 
