@@ -31,13 +31,20 @@ def compile_command(
     model: Annotated[Path, typer.Argument(help="ONNX file; external data beside it is mapped, not read into memory.")],
     target: Annotated[str, typer.Option(help="Board name (tightfit-targets list) or a board's .toml file.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Bundle to write, NAME.tfb.")],
-    scheme: Annotated[str, typer.Option(help="fp32, int8-dynamic, int8-weights or int4.")] = "fp32",
+    scheme: Annotated[str, typer.Option(help="fp32, int8-static, int8-dynamic, int8-weights or int4.")] = "fp32",
     shape: Annotated[
         list[str] | None,
         typer.Option(help="Range of an input's dynamic axes: x=1,3,48,320..1600 (MIN..MAX or MIN..OPT..MAX)."),
     ] = None,
-    calib: Annotated[Path | None, typer.Option(help="Samples to verify on: .npz, .npy or a folder of them.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="At most so many samples.")] = 8,
+    calib: Annotated[
+        Path | None,
+        typer.Option(help="Samples to calibrate and verify on: .npz, .npy, .bin, .raw, .jsonl, or a folder of them."),
+    ] = None,
+    calibrate_with: Annotated[
+        str, typer.Option(help="How int8-static finds ranges: minmax, percentile, entropy or mse.")
+    ] = "percentile",
+    random: Annotated[bool, typer.Option("--random", help="Calibrate on random values: guesses, no ranges.")] = False,
+    samples: Annotated[int, typer.Option(min=1, help="At most so many samples to verify on.")] = 8,
     name: Annotated[str, typer.Option(help="Model name that clients use; by default the file's.")] = "",
     asset: Annotated[list[Path] | None, typer.Option(help="File to carry in the bundle (labels, alphabet).")] = None,
     slots: Annotated[int, typer.Option(min=1, max=256, help="Requests that can be in memory at once.")] = 2,
@@ -64,6 +71,8 @@ def compile_command(
 
       tightfit-compile rec.onnx --target raspberry-pi-5-4gb --shape x=1,3,48,320..1600 -o rec.tfb
 
+      tightfit-compile rec.onnx --target raspberry-pi-5-4gb --scheme int8-static --calib lines/ -o rec.tfb
+
       tightfit-compile llm.onnx --target raspberry-pi-5-4gb --scheme int4 --calib prompts.npz -o llm.tfb
 
       tightfit-compile 12gb.onnx --target raspberry-pi-5-4gb --scheme int4 --host-memory 1GiB -o 12gb.tfb
@@ -80,6 +89,8 @@ def compile_command(
         scheme=scheme,
         shapes=tuple(parse_shape(text) for text in shape or ()),
         calib=calib,
+        calibrate_with=calibrate_with,
+        random=random,
         samples=samples,
         assets=tuple(asset or ()),
         name=name,

@@ -17,8 +17,11 @@ import numpy as np
 from compile import memory
 from compile.activations import ActivationCache
 from compile.backends.base import Backend, Lowered, Model, Part, Trace, WeightFootprint, backend
+from compile.calibrate.collect import digest
+from compile.calibrate.collectors import DEFAULT_METHOD, METHODS, Range, Unfit
 from compile.calibrate.control import control_inputs
-from compile.calibrate.samples import Sample, read_samples
+from compile.calibrate.run import calibrate
+from compile.calibrate.samples import Sample, iterate, read_samples
 from compile.calibrate.synthetic import corners, largest_sample, random_samples
 from compile.dump import check_pass_name, dump_after
 from compile.errors import ModelError, OptionError, VerificationError
@@ -38,7 +41,7 @@ from compile.passes.normalize import (
     SortNodes,
 )
 from compile.passes.widen import WidenHalf, holds_half
-from compile.quantize.schemes import Scheme, choose_scheme
+from compile.quantize.schemes import SCHEMES, Scheme, choose_scheme
 from compile.report import report_json
 from compile.shapes import ShapeRequest, bind_shapes, build_contract, largest_nbytes, sizes_at
 from compile.source import Digests, SourceStamp
@@ -58,11 +61,13 @@ from targets.bundle import (
     SegmentError,
     Verification,
 )
-from targets.errors import BudgetError
+from targets.errors import BudgetError, did_you_mean
 from targets.recipe import METADATA, Recipe, check_input, check_outputs, memory_bytes, read_labels
 from targets.tensor import Contract, DimRange, human
 
 WEIGHTS = "segments/weights.bin"
+# Random samples to calibrate on, for each corner of the dimension ranges.
+RANDOM_ROUNDS = 4
 
 # The first opset that runtimes promise to know; before it, broadcasting was an attribute.
 OLDEST_OPSET = 7
@@ -98,12 +103,16 @@ class Options:
     """What a person can choose. `max_error`: limit of relative L2 per output, None for the scheme's default.
 
     `host_memory`: bytes that compiling may take, whatever the model's size; larger models are cut into more segments.
+    `calib`: what to verify on, and, by a scheme that is calibrated, to calibrate on with the method `calibrate_with`;
+    `random`: calibrate on random values instead.
     `dump_after`: the pass after which the graph is written to the folder `dump_to`, by default the bundle's.
     """
 
     scheme: str = "fp32"
     shapes: tuple[ShapeRequest, ...] = ()
     calib: Path | None = None
+    calibrate_with: str = DEFAULT_METHOD
+    random: bool = False
     samples: int = 8
     assets: tuple[Path, ...] = ()
     name: str = ""
@@ -149,9 +158,9 @@ def compile_model(
     Raises a TightfitError that names what is wrong; then `out` is as it was before.
     """
     progress = progress or Progress()
+    scheme = choose_scheme(options.scheme, board)
     _check_options(options)
     runtime = backend(board.runtime.name)
-    scheme = choose_scheme(options.scheme, board)
     work = _transform(source, out, board, options, runtime, scheme, progress)
     with BundleWriter(out, work.head, options.overwrite) as writer, work.stamp.hashing() as digests:
         parts, weights, weight_bytes = _write_segments(writer, work, runtime, options.host_memory, digests, progress)
@@ -186,7 +195,7 @@ def compile_model(
             verification=verification,
             sample=sample,
             assets=assets,
-            options=options.recorded(),
+            options=work.recorded,
             tools=_tools(runtime),
             files=writer.files,
             recipe=options.recipe,
@@ -207,6 +216,7 @@ class _Work:
     samples: list[Sample]
     sample_origin: str
     notes: tuple[str, ...]
+    recorded: dict[str, str]
     lowered: Lowered
     cuts: list[Cut]
     settings: dict[str, str]
@@ -230,6 +240,13 @@ class _Work:
 def _check_options(options: Options) -> None:
     """What can be refused before the model is looked at."""
     segment_limit(options.host_memory)
+    if options.calibrate_with not in METHODS:
+        raise OptionError(f"unknown method {options.calibrate_with!r}", did_you_mean(options.calibrate_with, METHODS))
+    if SCHEMES[options.scheme].static and options.calib is None and not options.random:
+        raise OptionError(
+            f"--scheme {options.scheme} needs samples to find the ranges of activations",
+            "give them with --calib, or say --random for ranges that are guesses",
+        )
     if options.dump_after:
         check_pass_name(options.dump_after, NORMALIZE)
     if options.max_error is not None and not options.max_error >= 0:
@@ -269,11 +286,14 @@ def _transform(
     _check_sizes(model, inputs, board)
     _check_recipe(model, dims, options)
     samples, sample_origin = _samples(model, inputs, options, progress)
-    lowered = runtime.lower(model, scheme)
+    ranges, found, calibration = _calibrate(model, inputs, source, out, options, runtime, scheme, progress)
+    notes += found
+    lowered = runtime.lower(model, scheme, ranges)
     run_passes(model, (RemoveDeadCode(), FixNames(), SortNodes()))
     properties = dict(model.metadata_props)
     _strip_metadata(model)
-    head = {"source": stamp.described(), "board": board_digest(board), "options": options.recorded(), **_tools(runtime)}
+    recorded = options.recorded() | calibration
+    head = {"source": stamp.described(), "board": board_digest(board), "options": recorded, **_tools(runtime)}
     return _Work(
         name=name,
         model=model,
@@ -282,6 +302,7 @@ def _transform(
         samples=samples,
         sample_origin=sample_origin,
         notes=tuple(notes),
+        recorded=recorded,
         lowered=lowered,
         cuts=_cut(model, source, options),
         settings=runtime.session_settings(scheme),
@@ -292,6 +313,41 @@ def _transform(
         error_limit=_error_limit(options, scheme, half),
         scheme_is_blocked=bool(scheme.matmul_bits),
     )
+
+
+def _calibrate(
+    model: ir.Model,
+    inputs: Contract,
+    source: Path,
+    out: Path,
+    options: Options,
+    runtime: Backend,
+    scheme: Scheme,
+    progress: Progress,
+) -> tuple[dict[str, Range | Unfit], list[str], dict[str, str]]:
+    """Ranges of the activations that the scheme quantizes; what a person should know of them; what identifies them."""
+    if not scheme.static:
+        return {}, [], {}
+    progress.phase("calibrate")
+    chosen = random_samples(model, inputs, corners(inputs.dims) * RANDOM_ROUNDS) if options.random else []
+    calib = None if options.random else options.calib
+
+    def samples() -> Iterator[Sample]:
+        """All of them, however many: each is looked at once and forgotten."""
+        return iter(chosen) if calib is None else iterate(calib, inputs)
+
+    names = runtime.prepare(model, scheme)
+    sizes = static_sizes(_at_largest(source, options, NORMALIZE))
+    limit = segment_limit(options.host_memory)
+    scratch = out.with_name(f"{out.name}.calibration")
+    method = options.calibrate_with
+    ranges = calibrate(model, names, samples, method, runtime, source.parent, sizes, limit, scratch)
+    notes = [f"{name!r} stays float: {found.reason}" for name, found in ranges.items() if isinstance(found, Unfit)]
+    if calib is None:
+        notes.append("calibrated on random values: the ranges are guesses, and accuracy on real data is unknown")
+    for note in notes:
+        progress.warn(note)
+    return ranges, notes, {"calibrate_with": method, "calibrated_on": digest(samples())}
 
 
 def _verify(
@@ -551,7 +607,7 @@ def _check_sizes(model: ir.Model, contract: Contract, board: Board) -> None:
 
 def _samples(model: ir.Model, contract: Contract, options: Options, progress: Progress) -> tuple[list[Sample], str]:
     if options.calib is not None:
-        return read_samples(options.calib, contract, options.samples), options.calib.name
+        return read_samples(options.calib, contract, options.samples, progress.warn), options.calib.name
     progress.warn("no --calib data: verified on random inputs, which say whether the model runs, not how well")
     if control := control_inputs(model):
         names = " and ".join(map(repr, control[:2])) + (f" and {len(control) - 2} more" if control[2:] else "")
@@ -581,7 +637,7 @@ def _properties_json(properties: dict[str, str]) -> bytes:
 
 
 def _error_limit(options: Options, scheme: Scheme, half: bool) -> float | None:
-    quantizes = scheme.matmul_bits or scheme.conv_bits or scheme.dynamic
+    quantizes = scheme.matmul_bits or scheme.conv_bits or scheme.dynamic or scheme.static
     if options.max_error is not None or quantizes:
         return options.max_error
     return HALF_LIMIT if half else FLOAT_LIMIT

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 
 import numpy.typing as npt
 
+from compile.calibrate.collectors import Range, Unfit
 from compile.errors import OptionError
 from compile.graph import ir
 from compile.quantize.schemes import Scheme
@@ -96,7 +97,10 @@ class Backend(Protocol):
     def check_operators(self, model: ir.Model) -> None:
         """Raise ModelError that names the operators which this runtime does not know, and where they are."""
 
-    def lower(self, model: ir.Model, scheme: Scheme) -> Lowered:
+    def prepare(self, model: ir.Model, scheme: Scheme) -> list[str]:
+        """Bring the graph, in place, into the form that is calibrated; names of the values whose ranges are needed."""
+
+    def lower(self, model: ir.Model, scheme: Scheme, ranges: Mapping[str, Range | Unfit] | None = None) -> Lowered:
         """Rewrite the graph, in place, into what this runtime executes best under the scheme."""
 
     def session_settings(self, scheme: Scheme) -> dict[str, str]:

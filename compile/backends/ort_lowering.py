@@ -11,23 +11,23 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from compile.backends import ort_fuse, ort_static
 from compile.backends.base import Lowered
+from compile.backends.ort_rewrite import CONTRIB, MIN_ELEMENTS, Leave, attribute, behind_cast, graph_of
+from compile.calibrate.collectors import Range, Unfit
 from compile.graph import STORAGE, FreshNames, constant, dims_of, ir, nodes_of
 from compile.passes.base import run_passes
-from compile.passes.normalize import LiftOpset
-from compile.quantize.blockwise import BlockFormat, Once, quantize_matrix
+from compile.passes.normalize import FixNames, InferShapes, LiftOpset, RemoveDeadCode, SortNodes
+from compile.quantize.blockwise import BlockFormat, BlockQuantized, Once, quantize_matrix
 from compile.quantize.per_channel import channel_scales, quantize_channels
 from compile.quantize.schemes import Scheme
 from targets.bundle import LeftAlone
 
-CONTRIB = "com.microsoft"
-# Tables and matrices below this many elements save nothing: scales and a kernel call cost more.
-MIN_ELEMENTS = 1024
 # DequantizeLinear has had an axis since opset 13.
 CONV_OPSET = 13
 
@@ -62,16 +62,25 @@ class Weight:
         return ".T" if self.transposed else ""
 
 
-class _Leave(Exception):  # noqa: N818 - not an error: the reason why an operator stays as it is
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+def prepare(model: ir.Model, scheme: Scheme) -> list[str]:
+    """Bring the graph into the form that is calibrated; names of the values whose ranges `lower` then needs."""
+    if not scheme.static:
+        return []
+    run_passes(model, [LiftOpset(ort_static.OPSET), InferShapes()])
+    ort_fuse.fuse(model)
+    run_passes(model, [RemoveDeadCode(), InferShapes(), FixNames(), SortNodes()])
+    return ort_static.wanted(model)
 
 
-def lower(model: ir.Model, scheme: Scheme) -> Lowered:
+def lower(model: ir.Model, scheme: Scheme, ranges: Mapping[str, Range | Unfit] | None = None) -> Lowered:
     """Rewrite the graph in place; returns what was quantized and what was left, with reasons."""
+    rewriter = _Rewriter(model, scheme)
+    if scheme.static:
+        lowered = ort_static.lower(model, ranges or {})
+        rewriter.widen_the_rest()
+        return lowered
     if scheme.conv_bits and any(node.op_type == "Conv" for node in nodes_of(model)):
         run_passes(model, [LiftOpset(CONV_OPSET)])
-    rewriter = _Rewriter(model, scheme)
     for node in list(nodes_of(model)):
         rewriter.visit(node)
     rewriter.widen_the_rest()
@@ -88,12 +97,12 @@ class _Rewriter:
         self.left: dict[tuple[str, str], list[int]] = {}
         self._names = FreshNames(model)
         self._made: dict[tuple[str, str], ir.Value] = {}
-        self._blocks: dict[tuple[str, str], Once] = {}
+        self._blocks: dict[tuple[str, str], Once[BlockQuantized]] = {}
 
     def visit(self, node: ir.Node) -> None:
         weights = sum(
             t.nbytes
-            for t in (constant(_behind_cast(value)) for value in node.inputs)
+            for t in (constant(behind_cast(value)) for value in node.inputs)
             if t is not None and t.size >= MIN_ELEMENTS
         )
         handler = self._handlers().get(node.op_type) if node.domain in ("", "ai.onnx") else None
@@ -101,10 +110,10 @@ class _Rewriter:
             if handler is None or (not weights and node.op_type not in _ALWAYS_COUNTED):
                 moves = node.op_type in ("Reshape", "Identity", "Transpose", "Cast")
                 if (weights and not moves) or node.op_type in _ALWAYS_COUNTED:
-                    raise _Leave("no quantized kernel for this operator")
+                    raise Leave("no quantized kernel for this operator")
                 return
             handler(node)
-        except _Leave as leave:
+        except Leave as leave:
             self.left.setdefault((node.op_type, leave.reason), []).append(weights)
         else:
             self.quantized[node.op_type] += 1
@@ -122,16 +131,16 @@ class _Rewriter:
         weight = self._matrix(node.inputs[1], transposed=False)
         data = node.inputs[0]
         if data is None:
-            raise _Leave("no data input")
+            raise Leave("no data input")
         self._replace(node, self._multiply(node, data, weight, bias=None))
 
     def _gemm(self, node: ir.Node) -> None:
-        if _attribute(node, "transA", 0) or _attribute(node, "alpha", 1.0) != 1 or _attribute(node, "beta", 1.0) != 1:
-            raise _Leave("Gemm with transA, alpha or beta")
-        weight = self._matrix(node.inputs[1], transposed=bool(_attribute(node, "transB", 0)))
+        if attribute(node, "transA", 0) or attribute(node, "alpha", 1.0) != 1 or attribute(node, "beta", 1.0) != 1:
+            raise Leave("Gemm with transA, alpha or beta")
+        weight = self._matrix(node.inputs[1], transposed=bool(attribute(node, "transB", 0)))
         data, bias = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
         if data is None:
-            raise _Leave("no data input")
+            raise Leave("no data input")
         tensor = constant(bias)
         if bias is None or (tensor is not None and dims_of(tensor) == (weight.n,)):
             self._replace(node, self._multiply(node, data, weight, bias))
@@ -141,16 +150,16 @@ class _Rewriter:
 
     def _gather(self, node: ir.Node) -> None:
         form = self._block_format("tables need a block scheme")
-        table = _behind_cast(node.inputs[0])
+        table = behind_cast(node.inputs[0])
         tensor = constant(table)
         if table is None or tensor is None:
-            raise _Leave("the table is computed")
+            raise Leave("the table is computed")
         self._require_float(tensor)
-        if len(tensor.shape) != 2 or _attribute(node, "axis", 0) != 0:
-            raise _Leave("not a table of rows")
+        if len(tensor.shape) != 2 or attribute(node, "axis", 0) != 0:
+            raise Leave("not a table of rows")
         weight = Weight(table, tensor, transposed=True)
         if weight.k % form.block:
-            raise _Leave(f"rows of {weight.k} are no multiple of the block of {form.block}")
+            raise Leave(f"rows of {weight.k} are no multiple of the block of {form.block}")
         codes, scales, zeros = self._block_weight(weight, form, flat=True)
         inputs = [codes, node.inputs[1], scales, *([zeros] if zeros else [])]
         attributes = {"bits": form.bits, "block_size": form.block, "gather_axis": 0, "quantize_axis": 1}
@@ -160,22 +169,22 @@ class _Rewriter:
 
     def _conv(self, node: ir.Node) -> None:
         if not self.scheme.conv_bits:
-            raise _Leave(
+            raise Leave(
                 "the scheme leaves weights alone"
                 if not self.scheme.dynamic
                 else "dynamic INT8 convolution is slower than float32 on onnxruntime"
             )
-        kernel = _behind_cast(node.inputs[1])
+        kernel = behind_cast(node.inputs[1])
         tensor = constant(kernel)
         if kernel is None or tensor is None:
-            raise _Leave("the kernel is computed")
+            raise Leave("the kernel is computed")
         self._require_float(tensor)
         name = kernel.name or ""
         codes = self._lazy(name, ".int8", ir.DataType.INT8, dims_of(tensor), _channel_codes(tensor, name, 0))
         scales = self._lazy(name, ".scale", ir.DataType.FLOAT, dims_of(tensor)[:1], _channel_scales(tensor, name, 0))
         restore = ir.node("DequantizeLinear", [codes, scales], {"axis": 0}, name=f"{node.name}.weight")
         restore.outputs[0].name = self._names.make(f"{node.name}.weight")
-        _graph_of(node).insert_before(node, restore)
+        graph_of(node).insert_before(node, restore)
         node.replace_input_with(1, restore.outputs[0])
 
     def widen_the_rest(self) -> None:
@@ -221,32 +230,32 @@ class _Rewriter:
         return ir.node("DynamicQuantizeMatMul", inputs, domain=CONTRIB, name=f"{node.name}.quantized")
 
     def _matrix(self, value: ir.Value | None, transposed: bool) -> Weight:
-        """The constant matrix behind an input, looking through a Transpose; raises _Leave when there is none."""
+        """The constant matrix behind an input, looking through a Transpose; raises Leave when there is none."""
         if not self.scheme.matmul_bits and not self.scheme.dynamic:
-            raise _Leave("the scheme leaves weights alone")
-        value = _behind_cast(value)
+            raise Leave("the scheme leaves weights alone")
+        value = behind_cast(value)
         producer = value.producer() if value is not None else None
         if producer is not None and producer.op_type == "Transpose":
-            behind = _behind_cast(producer.inputs[0])
+            behind = behind_cast(producer.inputs[0])
             if constant(behind) is not None:
                 value, transposed = behind, not transposed
         tensor = constant(value)
         if value is None or tensor is None:
-            raise _Leave("both sides are computed")
+            raise Leave("both sides are computed")
         self._require_float(tensor)
         if len(tensor.shape) != 2:
-            raise _Leave(f"weight with {len(tensor.shape)} dimensions")
+            raise Leave(f"weight with {len(tensor.shape)} dimensions")
         return Weight(value, tensor, transposed)
 
     def _require_float(self, tensor: ir.TensorProtocol) -> None:
         if tensor.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
-            raise _Leave(f"weight is {tensor.dtype.name}, not FLOAT or FLOAT16")
+            raise Leave(f"weight is {tensor.dtype.name}, not FLOAT or FLOAT16")
         if tensor.size < MIN_ELEMENTS:
-            raise _Leave(_TOO_SMALL)
+            raise Leave(_TOO_SMALL)
 
     def _block_format(self, otherwise: str) -> BlockFormat:
         if not self.scheme.matmul_bits:
-            raise _Leave(otherwise)
+            raise Leave(otherwise)
         return BlockFormat(self.scheme.matmul_bits, self.scheme.block, self.scheme.zero_point)
 
     # -- tensors that are computed when they are written ----------------------------------------------------
@@ -328,22 +337,7 @@ class _Rewriter:
         for step in new[:-1]:
             step.outputs[0].name = self._names.make(f"{step.name}.out")
         result.name, result.type, result.shape = old.name, old.type, old.shape
-        ir.convenience.replace_nodes_and_values(_graph_of(node), node, [node], list(new), [old], [result])
-
-
-def _graph_of(node: ir.Node) -> ir.Graph | ir.Function:
-    if node.graph is None:
-        raise ValueError(f"node {node.name!r} was already replaced")
-    return node.graph
-
-
-def _behind_cast(value: ir.Value | None) -> ir.Value | None:
-    """The FP16 weight that a Cast widens, else the value itself."""
-    producer = value.producer() if value is not None else None
-    if producer is None or producer.op_type != "Cast" or value is None or value.dtype != ir.DataType.FLOAT:
-        return value
-    tensor = constant(producer.inputs[0])
-    return producer.inputs[0] if tensor is not None and tensor.dtype == ir.DataType.FLOAT16 else value
+        ir.convenience.replace_nodes_and_values(graph_of(node), node, [node], list(new), [old], [result])
 
 
 def _as_float(tensor: ir.TensorProtocol) -> Callable[[], Any]:
@@ -360,8 +354,3 @@ def _channel_codes(tensor: ir.TensorProtocol, name: str, axis: int, transpose: b
 
 def _channel_scales(tensor: ir.TensorProtocol, name: str, axis: int) -> Callable[[], Any]:
     return lambda: channel_scales(name, tensor.numpy(), axis)
-
-
-def _attribute(node: ir.Node, name: str, default: float) -> float:
-    attribute = node.attributes.get(name)
-    return default if attribute is None else attribute.value

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from compile.finite import refuse_nonfinite
 
 Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
+Quantized = TypeVar("Quantized")
 
 # A matrix is quantized in tiles of about this many bytes of float32, which the second-level cache of a core holds with
 # all that is made of them: each weight then comes from memory once.
@@ -181,20 +183,20 @@ def _unpack(packed: UInt8, bits: int) -> UInt8:
     return codes
 
 
-class Once:
+class Once(Generic[Quantized]):
     """Compute a quantized weight once for its several parts, and forget it when all have been written.
 
     The writer asks for codes, scales and zero points one after the other; keeping the result only that long
     bounds memory by one weight.
     """
 
-    def __init__(self, compute: Callable[[], BlockQuantized], parts: int) -> None:
+    def __init__(self, compute: Callable[[], Quantized], parts: int) -> None:
         self._compute = compute
         self._parts = parts
         self._left = 0
-        self._value: BlockQuantized | None = None
+        self._value: Quantized | None = None
 
-    def get(self) -> BlockQuantized:
+    def get(self) -> Quantized:
         """The result; computed at the first call of each round of `parts` calls."""
         value = self._value
         if value is None:

@@ -13,7 +13,8 @@ from targets.tensor import DType
 @dataclasses.dataclass(frozen=True)
 class Scheme:
     """`matmul_bits`/`block`: block-quantized matrices and tables, weights only. `dynamic`: INT8 matrices whose
-    activations are quantized as they come. `conv_bits`: convolution weights, per output channel."""
+    activations are quantized as they come. `conv_bits`: convolution weights, per output channel. `static`: INT8
+    weights and activations, whose ranges are found by calibration."""
 
     name: str
     summary: str
@@ -22,6 +23,7 @@ class Scheme:
     zero_point: bool = False
     dynamic: bool = False
     conv_bits: int = 0
+    static: bool = False
     needs: tuple[DType, ...] = ()
 
 
@@ -34,6 +36,12 @@ SCHEMES: dict[str, Scheme] = {
             "INT8 matrices, activations quantized as they come: fastest where many rows pass",
             dynamic=True,
             needs=(DType.INT8,),
+        ),
+        Scheme(
+            "int8-static",
+            "INT8 weights and calibrated activations: fastest where convolutions dominate",
+            static=True,
+            needs=(DType.INT8, DType.UINT8),
         ),
         Scheme(
             "int8-weights",

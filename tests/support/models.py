@@ -12,14 +12,17 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper
 
+from compile.backends import ort
 from compile.backends.base import Lowered
-from compile.backends.ort_lowering import lower
+from compile.calibrate.collectors import Range, Unfit
+from compile.calibrate.run import calibrate
+from compile.calibrate.synthetic import random_samples
 from compile.graph import ir, load_model
 from compile.passes.base import run_passes
 from compile.passes.normalize import FixNames, RemoveDeadCode, SortNodes
 from compile.pipeline import NORMALIZE
 from compile.quantize.schemes import SCHEMES
-from compile.shapes import bind_shapes, parse_shape
+from compile.shapes import bind_shapes, build_contract, parse_shape
 from compile.writer import BundleWriter
 
 Array = npt.NDArray[Any]
@@ -92,16 +95,32 @@ def prepared(path: Path, *shapes: str) -> ir.Model:
     return graph
 
 
-def lowered(path: Path, scheme: str, *shapes: str) -> tuple[ir.Model, Lowered]:
+def ranges(
+    graph: ir.Model, names: Sequence[str], path: Path, shapes: Sequence[str], samples: Sequence[Mapping[str, Array]]
+) -> dict[str, Range | Unfit]:
+    """Extremes over the samples, or over random ones where none are given."""
+    dims = bind_shapes(load_model(path), tuple(map(parse_shape, shapes)))
+    contract = build_contract(graph, dims, {output.name or "": 0 for output in graph.graph.outputs})
+    given = [dict(s) for s in samples] or random_samples(graph, contract, ("opt",) * 8)
+    return calibrate(graph, names, lambda: given, "minmax", ort, path.parent, {}, 1 << 30, path.parent / "scratch")
+
+
+def lowered(
+    path: Path, scheme: str, *shapes: str, samples: Sequence[Mapping[str, Array]] = ()
+) -> tuple[ir.Model, Lowered]:
     graph = prepared(path, *shapes)
-    report = lower(graph, SCHEMES[scheme])
+    names = ort.prepare(graph, SCHEMES[scheme])
+    found = ranges(graph, names, path, shapes, samples) if names else {}
+    report = ort.lower(graph, SCHEMES[scheme], found)
     run_passes(graph, (RemoveDeadCode(), FixNames(), SortNodes()))
     return graph, report
 
 
-def emit(path: Path, scheme: str, folder: Path, *shapes: str) -> tuple[Path, Lowered]:
+def emit(
+    path: Path, scheme: str, folder: Path, *shapes: str, samples: Sequence[Mapping[str, Array]] = ()
+) -> tuple[Path, Lowered]:
     """Write the graph as a bundle would hold it, without a plan; returns the segment."""
-    graph, report = lowered(path, scheme, *shapes)
+    graph, report = lowered(path, scheme, *shapes, samples=samples)
     with BundleWriter(folder / f"{scheme}.tfb", {}) as writer:
         with writer.weights("segments/weights.bin") as sink:
             writer.add_graph("segments/00.onnx", graph, sink, lambda _: None)

@@ -243,7 +243,7 @@ def test_nan_is_named_when_it_is_quantized(tmp_path: Path, scheme: str) -> None:
     weight[3, 3] = np.nan
     multiply = node("MatMul", ["x", "w"], ["y"])
     path = save(tmp_path, model([multiply], [value("x", [2, 40])], [value("y", [2, 40])], [init("w", weight)]))
-    with pytest.raises(ModelError, match="'w' holds NaN"):
+    with pytest.raises(ModelError, match="'w' holds 1 NaN"):
         emit(path, scheme, tmp_path)
     assert not list(tmp_path.glob("*.partial"))
 

@@ -51,7 +51,8 @@ def write(path: Path, **arrays: Any) -> Path:
 
 X, M = normal(2, 4), np.zeros(2, np.int64)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "dtype": ({"x": X.astype(np.float64), "m": M}, "input 'x' is float64"),
+    "dtype": ({"x": X.astype(np.int32), "m": M}, "input 'x' is int32"),
+    "nan": ({"x": np.full((2, 4), np.nan, np.float32), "m": M}, "'x' holds NaN"),
     "shape": ({"x": normal(2, 5), "m": M}, "size 5 on axis 1"),
     "range": ({"x": normal(9, 4), "m": np.zeros(9, np.int64)}, "size 9 on axis 0"),
     "disagree": ({"x": X, "m": np.zeros(3, np.int64)}, "disagree on dimension 'n'"),
