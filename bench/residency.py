@@ -52,7 +52,7 @@ class Case:
 
 LAID_OUT = (Residency.HEAP, Residency.MAPPED, Residency.STREAMED)
 CASES = (
-    Case("int4", "4GB", "800MiB", LAID_OUT),
+    Case("int4", "4GB", "600MiB", LAID_OUT),
     Case("fp32", "1GB", "2GiB", (*LAID_OUT, Residency.UNPACKED)),
 )
 

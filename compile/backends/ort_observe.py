@@ -21,6 +21,7 @@ import numpy as np
 from compile.backends.base import Part, Step, Tensors, Trace
 from compile.errors import VerificationError
 from compile.graph import ir
+from compile.host import give_back
 
 # One observed run; a model that needs longer is not going to serve anybody.
 OBSERVE_TIMEOUT_S = 3600
@@ -31,6 +32,7 @@ def observe(parts: Sequence[Part], settings: Mapping[str, str], inputs: Tensors,
 
     `results` names the model's outputs: they live to the end of the run.
     """
+    give_back()  # the observed process stands beside this one
     with tempfile.TemporaryDirectory(prefix="tightfit-observe-") as folder:
         answer = _ask(Path(folder), _request("observe", parts, settings), inputs)
         if "error" in answer:

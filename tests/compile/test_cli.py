@@ -72,7 +72,7 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
     "a negative limit": (["--target", BOARD, "--shape", "x=1,64", "--max-error", "-1"], "-1.0 is no limit"),
     "too little memory": (
         ["--target", BOARD, "--shape", "x=1,64", "--host-memory", "100MiB"],
-        "--host-memory 100.0 MiB is too little .*the compiler itself needs 800.0 MiB",
+        "--host-memory 100.0 MiB is too little .*the compiler itself needs 400.0 MiB",
     ),
     "no size": (["--target", BOARD, "--shape", "x=1,64", "--host-memory", "much"], "much"),
     "unknown residency": (
