@@ -17,7 +17,8 @@ from compile.pipeline import Options, compile_model
 from compile.shapes import parse_shape
 from targets.board import load_board
 from targets.bundle import Manifest, Residency, read_manifest, verify_files
-from tests.cases.test_onnx_cases import CASES
+from tests.cases.forms import FORMS
+from tests.cases.test_quantized_cases import CASES
 from tests.compile import test_partition
 from tests.support.agents import serving
 from tests.support.models import SCHEME_NAMES, Array, normal, relative, save
@@ -98,6 +99,7 @@ def test_the_number_of_segments_does_not_show_in_the_results(transformer: Path, 
 
 
 EVERY_FORM: dict[str, Callable[[], onnx.ModelProto]] = {
+    **{name: form.build for name, form in FORMS.items()},
     **{name: build for name, (build, _) in CASES.items()},
     **{build.__name__: build for build in test_partition.MODELS},
 }
@@ -109,7 +111,8 @@ def test_every_form_survives_every_cut(tmp_path: Path, form: str, monkeypatch: p
     """Segments of one byte: cut wherever a cut may be, and verified against the source as it is."""
     monkeypatch.setattr(pipeline, "check_host_memory", lambda *_: None)
     path = save(tmp_path, EVERY_FORM[form]())
-    manifest = compile_model(path, BOARD, tmp_path / "m.tfb", Options(host_memory=2))
+    shapes = tuple(map(parse_shape, FORMS[form].shapes)) if form in FORMS else ()
+    manifest = compile_model(path, BOARD, tmp_path / "m.tfb", Options(shapes=shapes, host_memory=2))
     check_chain(manifest)
     assert max(error.relative_l2 for error in manifest.verification.outputs) < 1e-5
     if form in ("unet", "cached", "tied"):

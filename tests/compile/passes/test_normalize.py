@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 
-from compile.graph import ir, load_model, nodes_of
+from compile.errors import ModelError
+from compile.graph import FreshNames, ir, load_model, nodes_of
 from compile.passes.base import run_passes
-from compile.passes.normalize import LiftConstants, LiftOpset, RemoveDeadCode, SortNodes
+from compile.passes.normalize import AlignBroadcasts, LiftConstants, LiftOpset, RemoveDeadCode, SortNodes
 from tests.support.models import Array, emit, external, init, model, node, normal, prepared, run, save, value
 
 BOOL, INT64, STRING = TensorProto.BOOL, TensorProto.INT64, TensorProto.STRING
@@ -189,3 +190,26 @@ def test_an_opset_is_raised_only_where_it_is_too_old(tmp_path: Path) -> None:
     run_passes(graph, [LiftOpset(13)])
     assert graph.graph.opset_imports[""] == 13
     assert isinstance(graph, ir.Model)
+
+
+def test_what_an_old_opset_aligned_needs_a_rank(tmp_path: Path) -> None:
+    nodes = [node("Reshape", ["x", "s"], ["r"]), node("Add", ["x", "r"], ["y"], name="sum", broadcast=1, axis=0)]
+    inputs = [value("x", [2, 3]), value("s", ["n"], INT64)]
+    graph = load_model(save(tmp_path, model(nodes, inputs, [value("y", [2, 3])], opset=6)))
+    with pytest.raises(ModelError, match="Add node 'sum' of opset 6 broadcasts operands of unknown rank"):
+        run_passes(graph, [AlignBroadcasts()])
+
+
+def test_what_the_converter_refuses_names_the_opset(tmp_path: Path) -> None:
+    proto = model([node("Dropout", ["x"], ["y"], is_test=0)], [value("x", [4])], [value("y", [4])], opset=6)
+    with pytest.raises(ModelError, match="cannot raise opset 6 to 7"):
+        run_passes(load_model(save(tmp_path, proto)), [LiftOpset(7)])
+
+
+def test_fresh_names_differ_from_all_and_from_each_other(tmp_path: Path) -> None:
+    then = branch("then", [node("Relu", ["x"], ["inner"]), node("Neg", ["inner"], ["r"])], "r")
+    other = branch("else", [node("Abs", ["x"], ["w_1"])], "w_1", [init("w", normal(4))])
+    names = FreshNames(load_model(with_if(tmp_path, then, other)))
+    assert [names.make("w"), names.make("w"), names.make("inner"), names.make("free")] == [
+        "w_2", "w_3", "inner_1", "free",
+    ]  # fmt: skip
