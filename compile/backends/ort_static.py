@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -350,7 +350,6 @@ class _Emitter:
         self._model, self._plan, self._spans = model, plan, spans
         self._constants = Constants(model)
         self._codes: dict[ir.Value, _Codes] = {}
-        self._shared: dict[tuple[str, str], ir.Value] = {}
 
     def emit(self, report: _Report) -> None:
         for node in list(self._model.graph):
@@ -457,7 +456,7 @@ class _Emitter:
     def _matrix_weight(
         self, name: str, tensor: ir.TensorProtocol, axis: int, shape: tuple[int, int], alpha: float
     ) -> tuple[ir.Value, ir.Value]:
-        """int8 [K, N] and float32 [N], shared by all that use the weight so."""
+        """int8 [K, N] and float32 [N]."""
         suffix = ".T" if axis == 0 else ""
 
         def codes() -> npt.NDArray[Any]:
@@ -468,16 +467,11 @@ class _Emitter:
             made: npt.NDArray[np.float32] = channel_scales(name, tensor.numpy(), axis) * np.float32(alpha)
             return made
 
-        made_codes = self._once(name, f"{suffix}.int8", ir.DataType.INT8, shape, codes)
-        scale_name = f"{suffix}.scale" if alpha == 1 else f"{suffix}.scale{alpha}"
-        return made_codes, self._once(name, scale_name, ir.DataType.FLOAT, shape[1:], scales)
-
-    def _once(
-        self, name: str, suffix: str, dtype: ir.DataType, shape: tuple[int, ...], compute: Callable[[], Any]
-    ) -> ir.Value:
-        if (name, suffix) not in self._shared:
-            self._shared[name, suffix] = self._constants.add_lazy(f"{name}{suffix}", dtype, shape, compute)
-        return self._shared[name, suffix]
+        # One reader each, as with the zeros; in the file they are one.
+        return (
+            self._constants.add_lazy(f"{name}{suffix}.int8", ir.DataType.INT8, shape, codes, f"int8{suffix}:{name}"),
+            self._constants.add_lazy(f"{name}{suffix}.scale", ir.DataType.FLOAT, shape[1:], scales),
+        )
 
     def _matrix_bias(self, node: ir.Node, n: int, beta: float) -> tuple[ir.Value | None, ir.Value | None, ir.Node]:
         """What the kernel adds itself, what must be added behind it, and the node whose result that is."""
@@ -515,10 +509,9 @@ class _Emitter:
             return
         # Input channels come first, and all groups share the axis of the outputs.
         name, dims = weight.name or "", dims_of(tensor)
-        codes = self._once(name, ".int8", ir.DataType.INT8, dims, lambda: quantize_channels(name, tensor.numpy(), 1)[0])
-        scales = self._once(
-            name, ".scale", ir.DataType.FLOAT, dims[1:2], lambda: channel_scales(name, tensor.numpy(), 1)
-        )
+        add = self._constants.add_lazy
+        codes = add(f"{name}.int8", ir.DataType.INT8, dims, lambda: quantize_channels(name, tensor.numpy(), 1)[0])
+        scales = add(f"{name}.scale", ir.DataType.FLOAT, dims[1:2], lambda: channel_scales(name, tensor.numpy(), 1))
         node.replace_input_with(1, self._dequantize(node, codes, scales, self._zeros(dims[1]), axis=1))
         report.quantized["ConvTranspose"] += 1
 
@@ -629,8 +622,8 @@ class _Emitter:
         return Affine.of(span)
 
     def _zeros(self, channels: int) -> ir.Value:
-        """int8 [channels] of zeros."""
-        key = ("zeros", str(channels))
-        if key not in self._shared:
-            self._shared[key] = self._constants.add(f"zeros.{channels}", np.zeros(channels, np.int8))
-        return self._shared[key]
+        """int8 [channels] of zeros, for one reader: the runtime cannot turn one tensor to uint8 for several."""
+        made = np.zeros(channels, np.int8)
+        return self._constants.add_lazy(
+            f"zeros.{channels}", ir.DataType.INT8, (channels,), lambda: made, f"zeros:{channels}"
+        )
