@@ -34,7 +34,10 @@ def compile_command(
     scheme: Annotated[str, typer.Option(help="fp32, int8-static, int8-dynamic, int8-weights or int4.")] = "fp32",
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="Range of an input's dynamic axes: x=1,3,48,320..1600 (MIN..MAX or MIN..OPT..MAX)."),
+        typer.Option(
+            help="Range of an input's dynamic axes: x=1,3,48,320..1600 (MIN..MAX or MIN..OPT..MAX); or of one "
+            "dimension by its name: batch=1..8."
+        ),
     ] = None,
     calib: Annotated[
         Path | None,
