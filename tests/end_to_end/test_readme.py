@@ -96,7 +96,7 @@ def served(reader: Reader, compiled: str) -> Iterator[Reader]:
 
 def test_every_shell_block_is_covered_here() -> None:
     known = ("scripts/demo", "python3 -m venv", "tightfit-targets", "model=$(", "tightfit-agent serve")
-    known += ("curl -sS http", "head -c", "cc ", "tightfit-agent check")
+    known += ("curl -sS http", "curl -sS --data", "head -c", "cc ", "tightfit-agent check")
     assert [text for text in BLOCKS if not text.startswith(known)] == []
     for first_words in known:
         block(first_words)
@@ -143,6 +143,12 @@ def test_compile(reader: Reader, compiled: str) -> None:
 def test_metadata(served: Reader) -> None:
     shown = json.loads(served.types(block("curl -sS http")))
     assert shown["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [1, 3, 48, -1]}]
+
+
+def test_an_image_by_curl(served: Reader) -> None:
+    answer = json.loads(served.types(block("curl -sS --data")))
+    (promised,) = re.findall(r'"text":(\[.*?\])', README)
+    assert answer["text"] == json.loads(promised)
 
 
 def test_binary_inference_by_curl(served: Reader) -> None:
