@@ -177,6 +177,8 @@ def _check_conv(node: ir.Node, unfit: Mapping[str, str]) -> None:
     if bias is not None and constant(behind_cast(bias)) is None:
         raise Leave("the bias is computed")
     _check_data(node)
+    if _captured(_result(node)):
+        raise Leave("a subgraph reads the result, where onnxruntime cannot tell whether it is codes")
     for value in (_root(node.inputs[0]), _result(node)):
         _check_fit(value, unfit)
 
@@ -208,7 +210,7 @@ def _check_fit(value: ir.Value | None, unfit: Mapping[str, str]) -> None:
 
 
 def _can_compute_on_codes(node: ir.Node, unfit: Mapping[str, str]) -> bool:
-    if any(value is not None and value.dtype != ir.DataType.FLOAT for value in node.outputs):
+    if any(value.dtype != ir.DataType.FLOAT for value in node.outputs) or any(map(_captured, _results(node))):
         return False
     if is_op(node, *_OWN_RANGE):
         rank = _rank(node.inputs[0])
@@ -239,6 +241,11 @@ def _row(value: ir.Value | None, n: int, rank: int) -> npt.NDArray[np.float32] |
 
 def _rank(value: ir.Value | None) -> int:
     return len(value.shape) if value is not None and value.shape is not None else 0
+
+
+def _captured(value: ir.Value) -> bool:
+    """Whether a subgraph reads the value: onnxruntime 1.32 aborts where it is what DequantizeLinear restored."""
+    return any(use.node.graph is not value.graph for use in value.uses())
 
 
 def _is_product(node: ir.Node) -> bool:
