@@ -40,6 +40,7 @@ from compile.passes.normalize import (
     RemoveDeadCode,
     SortNodes,
 )
+from compile.passes.scalars import ScalarRanges
 from compile.passes.widen import WidenHalf, holds_half
 from compile.quantize.schemes import SCHEMES, Scheme, choose_scheme
 from compile.report import report_json
@@ -95,6 +96,7 @@ NORMALIZE: tuple[Pass, ...] = (
     SortNodes(),
     # Shapes that were computed are constants now, and a few of their elements may ask for terabytes.
     InferShapes(),
+    ScalarRanges(),
 )
 
 
