@@ -37,19 +37,17 @@ def check_operators(model: ir.Model) -> None:
         )
 
 
-def session_settings(scheme: Scheme) -> dict[str, str]:
+def session_settings(scheme: Scheme) -> dict[str, str]:  # noqa: ARG001 - part of the Backend protocol
     """Settings that make memory predictable.
 
     One arena for all sessions holds activations only: weights bypass it, so that the plan's arena is the
-    arena. Threads that wait do not spin: the gateway needs the core. Calibrated activations meet INT8 weights that
-    x86-64 without VNNI would saturate on: there, and only there, the runtime takes its exact kernel.
+    arena. Threads that wait do not spin: the gateway needs the core.
     """
-    settings = {
+    return {
         "session.use_env_allocators": "1",
         "session.use_device_allocator_for_initializers": "1",
         "session.intra_op.allow_spinning": "0",
     }
-    return settings | ({"session.x64quantprecision": "1"} if scheme.static else {})
 
 
 def load_mapped(model: ir.Model, folder: Path) -> ort_session.OrtModel:

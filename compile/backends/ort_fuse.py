@@ -4,7 +4,7 @@ Between quantized operators the runtime's own fusions find nothing any more: eac
 floats. So what follows a convolution channel by channel goes into its weights, and padding in front of it into its
 attributes. The graph computes what it did before.
 
-    Pad, Conv                              Conv with pads
+    Pad, Conv or MaxPool                   Conv or MaxPool with pads
     Conv, BatchNormalization               Conv
     Conv, Mul|Div|Add|Sub by a constant    Conv, where the constant has one value, or one for each channel
     HardSigmoid behind a convolution       Conv, Clip to 0..1
@@ -32,6 +32,7 @@ from compile.backends.ort_rewrite import (
     sole_reader,
     take_over,
 )
+from compile.calibrate.collectors import LARGEST
 from compile.graph import constant, dims_of, ir
 
 Floats = npt.NDArray[np.float64]
@@ -46,8 +47,9 @@ def fuse(model: ir.Model) -> None:
         elif is_op(node, "Erf") and _gelu(node):
             model.graph.opset_imports.setdefault(CONTRIB, 1)
     for node in list(model.graph):
-        if is_op(node, "Conv"):
+        if is_op(node, "Conv", "MaxPool"):
             _fold_padding(node)
+        if is_op(node, "Conv"):
             _fold_channels(constants, node)
 
 
@@ -55,10 +57,11 @@ def fuse(model: ir.Model) -> None:
 
 
 def _fold_padding(conv: ir.Node) -> None:
+    """Pads with what the operator itself pads with: zeros, or in front of MaxPool what is below all values."""
     pad = conv.inputs[0].producer() if conv.inputs[0] is not None else None
     if pad is None or pad.op_type != "Pad" or pad.domain != "" or attribute(conv, "auto_pad", "NOTSET") != "NOTSET":
         return
-    amounts, data = _zero_padding(pad), pad.inputs[0]
+    amounts, data = _padding(pad, is_op(conv, "MaxPool")), pad.inputs[0]
     if amounts is None or data is None:
         return
     rank = len(amounts) // 2
@@ -70,16 +73,17 @@ def _fold_padding(conv: ir.Node) -> None:
     conv.replace_input_with(0, data)
 
 
-def _zero_padding(pad: ir.Node) -> list[int] | None:
-    """Begins and ends of a Pad with zeros whose amounts are constant, else None."""
-    if attribute(pad, "mode", "constant") != "constant" or len(pad.inputs) > 3 or "value" in pad.attributes:
-        return None
-    if "pads" in pad.attributes:
-        return ints(pad, "pads")
-    amounts = constant(pad.inputs[1]) if len(pad.inputs) > 1 else None
+def _padding(pad: ir.Node, lowest: bool) -> list[int] | None:
+    """Begins and ends of a Pad whose amounts are constant and whose fill is zero, or the lowest value; else None."""
     fill = constant(pad.inputs[2]) if len(pad.inputs) > 2 and pad.inputs[2] is not None else None
-    filled = len(pad.inputs) > 2 and pad.inputs[2] is not None and (fill is None or bool(fill.numpy().any()))
-    return None if amounts is None or filled else [int(amount) for amount in amounts.numpy()]
+    computed = len(pad.inputs) > 3 or (len(pad.inputs) > 2 and pad.inputs[2] is not None and fill is None)
+    if attribute(pad, "mode", "constant") != "constant" or computed:
+        return None
+    number = 0.0 if fill is None else float(fill.numpy().reshape(-1)[0])
+    amounts = constant(pad.inputs[1])
+    if amounts is None or (number > -LARGEST if lowest else number != 0):
+        return None
+    return [int(amount) for amount in amounts.numpy()]
 
 
 # -- behind -------------------------------------------------------------------------------------------------

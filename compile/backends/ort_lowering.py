@@ -76,7 +76,7 @@ def lower(model: ir.Model, scheme: Scheme, ranges: Mapping[str, Range | Unfit] |
     """Rewrite the graph in place; returns what was quantized and what was left, with reasons."""
     rewriter = _Rewriter(model, scheme)
     if scheme.static:
-        lowered = ort_static.lower(model, ranges or {})
+        lowered = ort_static.lower(model, ranges or {}, scheme.largest_code)
         rewriter.widen_the_rest()
         return lowered
     if scheme.conv_bits and any(node.op_type == "Conv" for node in nodes_of(model)):

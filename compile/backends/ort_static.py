@@ -7,9 +7,10 @@
     MatMul, Gemm       com.microsoft MatMulIntegerToFloat, with its bias; the result is float
     ConvTranspose      DequantizeLinear of INT8 weights, then the float kernel: there is no other
 
-Activations are uint8, weights int8 with a scale for each output channel. On x86-64 without VNNI the runtime's kernels
-for this pair saturate; the session setting `session.x64quantprecision` has it turn the weights to uint8 there, and
-only there, which needs zero points that are spelled out.
+Activations are uint8, weights int8 with a scale for each output channel. On x86-64 without VNNI the kernels for this
+pair add two products in 16 bits; there the scheme asks for weights of 7 bits, whose sums fit. (The session setting
+`session.x64quantprecision` is no way out: onnxruntime 1.32 obeys it on processors with VNNI too, at a third of the
+speed.)
 """
 
 from __future__ import annotations
@@ -304,8 +305,8 @@ class _Codes:
     zero: ir.Value
 
 
-def lower(model: ir.Model, ranges: Mapping[str, Range | Unfit]) -> Lowered:
-    """Rewrite the graph in place; what has no usable range stays float."""
+def lower(model: ir.Model, ranges: Mapping[str, Range | Unfit], largest: int) -> Lowered:
+    """Rewrite the graph in place; what has no usable range stays float. Weights get codes up to `largest`."""
     unfit = {name: found.reason for name, found in ranges.items() if isinstance(found, Unfit)}
     unfit |= {name: "no calibration" for name in wanted(model) if name not in ranges}
     spans = {name: found for name, found in ranges.items() if isinstance(found, Range)}
@@ -317,7 +318,7 @@ def lower(model: ir.Model, ranges: Mapping[str, Range | Unfit]) -> Lowered:
             report.account(node, plan)
         elif is_op(node, "Conv", "MatMul", "Gemm", *_WEIGHTY):
             report.leave(node, "inside a subgraph, which is not calibrated")
-    _Emitter(model, plan, spans).emit(report)
+    _Emitter(model, plan, spans, largest).emit(report)
     return report.lowered()
 
 
@@ -353,8 +354,8 @@ def _weight_bytes(node: ir.Node) -> int:
 
 
 class _Emitter:
-    def __init__(self, model: ir.Model, plan: Plan, spans: Mapping[str, Range]) -> None:
-        self._model, self._plan, self._spans = model, plan, spans
+    def __init__(self, model: ir.Model, plan: Plan, spans: Mapping[str, Range], largest: int) -> None:
+        self._model, self._plan, self._spans, self._largest = model, plan, spans, largest
         self._constants = Constants(model)
         self._codes: dict[ir.Value, _Codes] = {}
 
@@ -386,17 +387,19 @@ class _Emitter:
         name, scale, dims = weight.name or "", data.affine.scale, dims_of(tensor)
 
         def compute() -> StaticWeight:
-            return quantize_static(name, tensor.numpy(), None if bias is None else bias.numpy(), scale, 0)
+            return quantize_static(
+                name, tensor.numpy(), None if bias is None else bias.numpy(), scale, 0, self._largest
+            )
 
         shared = Once(compute, 2 if bias is None else 4)
         add = self._constants.add_lazy
         codes = add(f"{node.name}.weight", ir.DataType.INT8, dims, lambda: shared.get().codes)
         scales = add(f"{node.name}.weight.scale", ir.DataType.FLOAT, dims[:1], lambda: shared.get().scales)
-        inputs = [self._restore(node, data), self._dequantize(node, codes, scales, self._zeros(dims[0]), axis=0)]
+        inputs = [self._restore(node, data), self._dequantize(node, codes, scales, axis=0)]
         if bias is not None:
             steps = add(f"{node.name}.bias", ir.DataType.INT32, dims[:1], lambda: shared.get().bias)
             both = add(f"{node.name}.bias.scale", ir.DataType.FLOAT, dims[:1], lambda: shared.get().scales * scale)
-            inputs.append(self._dequantize(node, steps, both, None, axis=0))
+            inputs.append(self._dequantize(node, steps, both, axis=0))
         for at, value in enumerate(inputs):
             node.replace_input_with(at, value)
         self._give_codes(node)
@@ -444,7 +447,7 @@ class _Emitter:
             value, new = turn.outputs[0], [turn]
         codes, scales = self._matrix_weight(weight, tensor, axis, (k, n), alpha)
         bias, rest, last = self._matrix_bias(node, n, beta)
-        inputs = [value, codes, data.scale, scales, data.zero, self._zeros(n), *([bias] if bias is not None else [])]
+        inputs = [value, codes, data.scale, scales, data.zero, *([None, bias] if bias is not None else [])]
         multiply = ir.node("MatMulIntegerToFloat", inputs, domain=CONTRIB, name=f"{node.name}.quantized")
         new.append(multiply)
         result = multiply.outputs[0]
@@ -467,14 +470,13 @@ class _Emitter:
         suffix = ".T" if axis == 0 else ""
 
         def codes() -> npt.NDArray[Any]:
-            made: npt.NDArray[np.int8] = quantize_channels(name, tensor.numpy(), axis)[0]
+            made: npt.NDArray[np.int8] = quantize_channels(name, tensor.numpy(), axis, self._largest)[0]
             return made.T if axis == 0 else made
 
         def scales() -> npt.NDArray[np.float32]:
-            made: npt.NDArray[np.float32] = channel_scales(name, tensor.numpy(), axis) * np.float32(alpha)
-            return made
+            made: npt.NDArray[np.float32] = channel_scales(name, tensor.numpy(), axis, self._largest)
+            return np.asarray(made * np.float32(alpha), np.float32)
 
-        # One reader each, as with the zeros; in the file they are one.
         return (
             self._constants.add_lazy(f"{name}{suffix}.int8", ir.DataType.INT8, shape, codes, f"int8{suffix}:{name}"),
             self._constants.add_lazy(f"{name}{suffix}.scale", ir.DataType.FLOAT, shape[1:], scales),
@@ -519,7 +521,7 @@ class _Emitter:
         add = self._constants.add_lazy
         codes = add(f"{name}.int8", ir.DataType.INT8, dims, lambda: quantize_channels(name, tensor.numpy(), 1)[0])
         scales = add(f"{name}.scale", ir.DataType.FLOAT, dims[1:2], lambda: channel_scales(name, tensor.numpy(), 1))
-        node.replace_input_with(1, self._dequantize(node, codes, scales, self._zeros(dims[1]), axis=1))
+        node.replace_input_with(1, self._dequantize(node, codes, scales, axis=1))
         report.quantized["ConvTranspose"] += 1
 
     # -- codes -----------------------------------------------------------------------------------------------
@@ -591,11 +593,8 @@ class _Emitter:
         graph_of(reader).insert_before(reader, node)
         return node.outputs[0]
 
-    def _dequantize(
-        self, reader: ir.Node, codes: ir.Value, scale: ir.Value, zero: ir.Value | None, axis: int
-    ) -> ir.Value:
-        node = ir.node("DequantizeLinear", [codes, scale, *([zero] if zero is not None else [])], {"axis": axis})
-        node.name = f"{codes.name}.restore"
+    def _dequantize(self, reader: ir.Node, codes: ir.Value, scale: ir.Value, axis: int) -> ir.Value:
+        node = ir.node("DequantizeLinear", [codes, scale], {"axis": axis}, name=f"{codes.name}.restore")
         self._place(node, f"{codes.name}.float", codes, ir.DataType.FLOAT)
         graph_of(reader).insert_before(reader, node)
         return node.outputs[0]
@@ -627,10 +626,3 @@ class _Emitter:
             low, high = _bounds(follower) or (-np.inf, np.inf)
             span = Range(max(span.low, low), min(span.high, high))
         return Affine.of(span)
-
-    def _zeros(self, channels: int) -> ir.Value:
-        """int8 [channels] of zeros, for one reader: the runtime cannot turn one tensor to uint8 for several."""
-        made = np.zeros(channels, np.int8)
-        return self._constants.add_lazy(
-            f"zeros.{channels}", ir.DataType.INT8, (channels,), lambda: made, f"zeros:{channels}"
-        )

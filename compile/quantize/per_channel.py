@@ -17,8 +17,8 @@ Scales = npt.NDArray[np.float32]
 SLAB_BYTES = 8 << 20
 
 
-def channel_scales(name: str, weight: Weight, axis: int) -> Scales:
-    """float32 [channels]: the largest magnitude of each channel over 127, or 1 where a channel is all zero.
+def channel_scales(name: str, weight: Weight, axis: int, largest: int = 127) -> Scales:
+    """float32 [channels]: the largest magnitude of each channel over `largest`, or 1 where a channel is all zero.
 
     Raises ModelError when the weight holds NaN or infinity.
     """
@@ -27,7 +27,7 @@ def channel_scales(name: str, weight: Weight, axis: int) -> Scales:
     for start, stop in _slabs(channels):
         values = channels[start:stop].reshape(stop - start, -1).astype(np.float32)
         refuse_nonfinite(name, values, weight)
-        scales[start:stop] = np.abs(values, out=values).max(axis=1, initial=0) / np.float32(127)
+        scales[start:stop] = np.abs(values, out=values).max(axis=1, initial=0) / np.float32(largest)
     scales[scales == 0] = 1
     return scales
 
@@ -44,9 +44,9 @@ def channel_codes(weight: Weight, scales: Scales, axis: int) -> npt.NDArray[np.i
     return codes
 
 
-def quantize_channels(name: str, weight: Weight, axis: int) -> tuple[npt.NDArray[np.int8], Scales]:
-    """(codes, scales) of a weight, channel by channel along `axis`."""
-    scales = channel_scales(name, weight, axis)
+def quantize_channels(name: str, weight: Weight, axis: int, largest: int = 127) -> tuple[npt.NDArray[np.int8], Scales]:
+    """(codes, scales) of a weight, channel by channel along `axis`; the largest code is `largest`."""
+    scales = channel_scales(name, weight, axis, largest)
     return channel_codes(weight, scales, axis), scales
 
 

@@ -14,7 +14,7 @@ from targets.tensor import DType
 class Scheme:
     """`matmul_bits`/`block`: block-quantized matrices and tables, weights only. `dynamic`: INT8 matrices whose
     activations are quantized as they come. `conv_bits`: convolution weights, per output channel. `static`: INT8
-    weights and activations, whose ranges are found by calibration."""
+    weights and activations, whose ranges are found by calibration; `largest_code` of its weights."""
 
     name: str
     summary: str
@@ -24,6 +24,7 @@ class Scheme:
     dynamic: bool = False
     conv_bits: int = 0
     static: bool = False
+    largest_code: int = 127
     needs: tuple[DType, ...] = ()
 
 
@@ -64,8 +65,13 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 
+# Without VNNI, x86-64 adds two products of a uint8 and an int8 in 16 bits: 2 * 255 * 64 still fits.
+SATURATING = "x86_64"
+CODE_THAT_FITS = 64
+
+
 def choose_scheme(name: str, board: Board) -> Scheme:
-    """The scheme of that name, if the board's runtime can execute it; OptionError otherwise."""
+    """The scheme of that name as the board executes it; OptionError where its runtime cannot."""
     if name not in SCHEMES:
         raise OptionError(f"unknown scheme {name!r}", did_you_mean(name, SCHEMES))
     scheme = SCHEMES[name]
@@ -77,4 +83,4 @@ def choose_scheme(name: str, board: Board) -> Scheme:
             f"{board.runtime.version}) cannot execute",
             f"available there: {', '.join(legal)}",
         )
-    return scheme
+    return dataclasses.replace(scheme, largest_code=CODE_THAT_FITS) if board.arch == SATURATING else scheme

@@ -50,13 +50,15 @@ class StaticWeight:
     bias: npt.NDArray[np.int32] | None
 
 
-def quantize_static(name: str, weight: Floats, bias: Floats | None, activation: np.float32, axis: int) -> StaticWeight:
+def quantize_static(
+    name: str, weight: Floats, bias: Floats | None, activation: np.float32, axis: int, largest: int = 127
+) -> StaticWeight:
     """Quantize a weight along `axis`, and its bias to the scale of the products with `activation`-scaled codes.
 
     A channel whose bias would leave int32 gets a larger scale: its weights are so small beside the bias that their
     lost digits do not show. Raises ModelError when the weight or the bias holds NaN or infinity.
     """
-    scales = channel_scales(name, weight, axis)
+    scales = channel_scales(name, weight, axis, largest)
     if bias is not None:
         refuse_nonfinite(f"{name}'s bias", bias, bias)
         least = np.abs(bias.astype(np.float64)) / (float(activation) * LARGEST_BIAS)
