@@ -43,6 +43,7 @@ from compile.passes.normalize import (
 from compile.passes.scalars import ScalarRanges
 from compile.passes.widen import WidenHalf, holds_half
 from compile.quantize.schemes import SCHEMES, Scheme, choose_scheme
+from compile.quantize.source import check_scales
 from compile.report import report_json
 from compile.shapes import ShapeRequest, bind_shapes, build_contract, largest_nbytes, sizes_at
 from compile.source import Digests, SourceStamp
@@ -272,6 +273,7 @@ def _transform(
     progress.phase("read")
     model = load_model(source)
     _check_opset(model, board)
+    check_scales(model)
     stamp = SourceStamp.of(source, model)
     source_bytes = weight_nbytes(model)
 

@@ -6,6 +6,7 @@ kernels that prepack own a copy and drop the mapping of their source; everything
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from compile.backends.base import WeightFootprint
@@ -92,6 +93,24 @@ def _int8_matrix(node: ir.Node) -> Iterator[tuple[int, int]]:
     yield 1, _up(k, 4) * _up(n, 16) + 4 * n
 
 
+def _int8_filter(node: ir.Node) -> Iterator[tuple[int, int]]:
+    """The filter of a convolution on codes, packed group by group as a matrix; elsewhere it is restored as it is used.
+
+    QLinearConv takes the place of the convolution only when its data is restored from codes too.
+    """
+    codes = constant(node.inputs[0])
+    reader = next((use.node for use in node.outputs[0].uses()), None)
+    data = reader.inputs[0].producer() if reader is not None and reader.inputs[0] is not None else None
+    if codes is None or codes.dtype != ir.DataType.INT8 or reader is None or reader.op_type != "Conv":
+        return
+    if data is None or data.op_type != "DequantizeLinear":
+        return
+    outputs, *rest = dims_of(codes)
+    groups = reader.attributes["group"].as_int() if "group" in reader.attributes else 1
+    k, n = math.prod(rest), _up(outputs // groups, 16)
+    yield 0, groups * (_up(k, 4) * n + 4 * n) if groups < outputs else codes.nbytes
+
+
 def _whole(*inputs: int) -> Callable[[ir.Node], Iterator[tuple[int, int]]]:
     """Kernels whose copy is as large as the source."""
 
@@ -109,6 +128,8 @@ _RULES: dict[str, Callable[[ir.Node], Iterator[tuple[int, int]]]] = {
     "Gemm": _float_matrix,
     "MatMulNBits": _block_matrix,
     "DynamicQuantizeMatMul": _int8_matrix,
+    "MatMulIntegerToFloat": _int8_matrix,
+    "DequantizeLinear": _int8_filter,
     "Conv": _whole(1, 2),
     "ConvTranspose": _whole(1),
     "LSTM": _whole(1, 2),

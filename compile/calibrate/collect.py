@@ -1,6 +1,6 @@
 """Ranges of a model's activations: every sample through it, link by link, the tensors of interest in groups.
 
-What is in memory at a time is one link, one sample's values of one group, and 16 KiB for each tensor of interest:
+What is in memory at a time is one link, one sample's values of one group, and 32 KiB for each tensor of interest:
 never all activations, and never all samples.
 """
 

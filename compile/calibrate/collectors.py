@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.floating]
 
-# Bins on each side of zero. Between half and all of a side is in use: at least 512 bins for the 256 codes.
-SIDE_BINS = 1024
+# Bins on each side of zero. Between half and all of a side is in use: at least 1024 bins for the 256 codes.
+SIDE_BINS = 2048
 # Values of one piece are binned in parts, so that temporaries stay small beside the tensor.
 PART_ELEMENTS = 1 << 20
 LEVELS = 255
@@ -50,7 +50,7 @@ class Unfit:
 
 
 class Collector:
-    """Takes in values of one tensor; bounded in memory (16 KiB) whatever the number of samples."""
+    """Takes in values of one tensor; bounded in memory (32 KiB) whatever the number of samples."""
 
     def __init__(self) -> None:
         self.low = math.inf
@@ -112,7 +112,7 @@ class Collector:
 
 def _exponent(largest: float) -> int:
     """Exponent of the bin width at which values up to `largest` have a bin; its inverse is a float32 too."""
-    return max(math.frexp(largest)[1] - SIDE_BINS.bit_length() + 1, -120)
+    return max(math.frexp(largest)[1] - SIDE_BINS.bit_length() + 1, -120) if largest else -120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _lost(histogram: Histogram, chosen: Range) -> float:
 
 
 # Shares of either end that are tried; finer steps change the error by less than sampling does.
-_SHARES = np.concatenate([np.linspace(1.0, 0.5, 51), np.linspace(0.48, 0.1, 20)])
+_SHARES = np.concatenate([np.linspace(1.0, 0.5, 51), np.geomspace(0.49, 0.01, 40)])
 
 
 def _search(histogram: Histogram, extremes: Range, error: Callable[[Histogram, Range], float]) -> Range:
