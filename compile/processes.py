@@ -58,6 +58,22 @@ def status_of(pid: int) -> Status | None:
 _SIZES = re.compile(r"^(RssAnon|RssShmem|VmRSS|VmHWM):\s+(\d+) kB$", re.MULTILINE)
 
 
+def stands_still(pid: int) -> bool:
+    """Whether every thread of the process is stopped by a signal, or it is gone."""
+    return all(_state(task) in _STILL for task in _listed(Path(f"/proc/{pid}/task")))
+
+
+# proc_pid_stat(5): stopped, traced, dead, zombie; nothing when it is gone.
+_STILL = frozenset("TtXxZ") | {""}
+
+
+def _state(task: Path) -> str:
+    with contextlib.suppress(OSError):
+        # `pid (name) state ppid ...`; the name may hold anything, so what follows its last bracket counts.
+        return (task / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    return ""
+
+
 def forget_peak(pid: int) -> None:
     """Make the kernel's peak (VmHWM) start again from what is resident now."""
     with contextlib.suppress(OSError):

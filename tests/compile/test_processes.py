@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from compile.processes import Mapped, forget_peak, mapped_of, parse_smaps, status_of, tree_of
+from compile.processes import Mapped, forget_peak, mapped_of, parse_smaps, stands_still, status_of, tree_of
 
 
 def mapping(path: str, inode: int, rss: int, pss: int, anonymous: int) -> str:
@@ -61,3 +63,18 @@ def test_mapped_files_of_a_folder_are_weights(tmp_path: Path) -> None:
         child.communicate()
     assert status_of(child.pid) is None
     assert mapped_of(child.pid, ()) == Mapped()
+
+
+def test_a_process_stands_still_when_all_its_threads_do() -> None:
+    code = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); print(flush=True)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert not stands_still(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 30
+        while not stands_still(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert stands_still(process.pid)
+        process.kill()
+    assert stands_still(process.pid)
