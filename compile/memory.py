@@ -155,6 +155,13 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+INDEX_BYTES = 8
+"""For each `ALIGNMENT` bytes, what onnxruntime's arena keeps to find the chunk of an address (AllocationRegion)."""
+
+SERVICE_BYTES = 768 << 10
+"""What a model has both processes hold beside all that is counted: partly filled pages of their heaps, objects of its
+contract and its requests. Up to 0.6 MiB were measured."""
+
 BODY_COPIES = 2
 """A request's tensors in the gateway, in the binary form: the parts that arrived, and the body joined from them. JSON
 is several times as long, compressed bodies are held twice; neither is in the plan."""
@@ -216,25 +223,29 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residency: Re
               gateway reads, as they arrived and joined. Answers leave straight from the slab. With a recipe also the
               image library and the one image that is being decoded.
     """
-    fixed = Term("runtime", "anonymous", board.memory.runtime_fixed_mib * MIB)
-    weights = _WEIGHT_TERMS[residency](needs.weights)
+    fixed = (
+        Term("runtime", "anonymous", board.memory.runtime_fixed_mib * MIB),
+        Term("service", "anonymous", SERVICE_BYTES),
+    )
+    index = -(-(arena.height + needs.workspace) // ALIGNMENT) * INDEX_BYTES
+    weights = _WEIGHT_TERMS[residency](needs.weights, index)
     phases = [
-        Phase("load", (fixed, *weights.load)),
+        Phase("load", (*fixed, *weights.load)),
         Phase(
             "run",
             (
-                fixed,
+                *fixed,
                 *weights.run,
                 Term("activations", "anonymous", arena.height),
                 Term("workspace", "anonymous", needs.workspace),
+                Term("arena_index", "anonymous", index),
                 Term("io_slots", "shared", slots * needs.slot),
-                Term("bodies", "anonymous", slots * max(needs.inputs, needs.encoded) * BODY_COPIES),
-                *([Term("recipe", "anonymous", needs.images)] if needs.images else []),
+                Term("bodies", "anonymous", slots * needs.inputs * BODY_COPIES),
             ),
         ),
     ]
     if residency in (Residency.MAPPED, Residency.STREAMED):
-        phases.insert(0, Phase(FINALISE, (fixed, *_finalise_terms(needs.weights))))
+        phases.insert(0, Phase(FINALISE, (*fixed, *_finalise_terms(needs.weights, index))))
     return MemoryPlan(budget_bytes(board), slots, tuple(phases), arena)
 
 
@@ -254,33 +265,76 @@ def _terms(session: int, heap: int, mapped: int) -> tuple[Term, ...]:
     )
 
 
-def _heap_terms(parts: Sequence[WeightFootprint]) -> _WeightTerms:
-    session, heap, mapped = (sum(getattr(p, kind) for p in parts) for kind in ("session", "heap", "mapped"))
-    in_transit = max(p.largest for p in parts)
-    return _WeightTerms(_terms(session, heap, mapped + in_transit), _terms(session, heap, mapped))
+def _sum(parts: Sequence[WeightFootprint], kind: str) -> int:
+    return sum(getattr(part, kind) for part in parts)
 
 
-def _mapped_terms(parts: Sequence[WeightFootprint]) -> _WeightTerms:
-    terms = _terms(sum(p.session for p in parts), 0, sum(p.heap + p.mapped for p in parts))
-    return _WeightTerms(terms, terms)
+def _loading(part: WeightFootprint, index: int) -> tuple[int, int]:
+    """(anonymous, file) bytes beside what stays, at the worst moment of loading one segment.
+
+    Its weights are let go one at a time while copies are made; where the optimizer takes more, nothing is mapped.
+    """
+    copying = part.transit_heap + (index if part.indexes else 0)
+    return (copying, part.transit_file) if copying + part.transit_file > part.optimizing else (part.optimizing, 0)
 
 
-def _streamed_terms(parts: Sequence[WeightFootprint]) -> _WeightTerms:
-    """The segment that runs and the one that is read ahead, at the worst moment of a sweep that begins again."""
+def _heap_terms(parts: Sequence[WeightFootprint], index: int) -> _WeightTerms:
+    session, heap = _sum(parts, "session"), _sum(parts, "heap")
+    in_transit, source = max((_loading(part, index) for part in parts), key=sum)
+    return _WeightTerms(
+        _terms(session, heap + in_transit, _sum(parts, "touched") + source),
+        _terms(session, heap, _sum(parts, "mapped")),
+    )
+
+
+def _mapped_terms(parts: Sequence[WeightFootprint], index: int) -> _WeightTerms:
+    """Loading lays each weight out once more, and compares it with the file."""
+    session, copies = _sum(parts, "session"), _sum(parts, "copies")
+    compared, source = max(((part.largest + part.transit_heap, part.transit_file) for part in parts), key=sum)
+    index = index if any(part.indexes for part in parts) else 0
+    return _WeightTerms(
+        _terms(session, compared + index, copies + _sum(parts, "touched") + source),
+        _terms(session, 0, copies + _sum(parts, "mapped")),
+    )
+
+
+def _unpacked_terms(parts: Sequence[WeightFootprint], _index: int) -> _WeightTerms:
+    """The optimizer lays out what it does in any case; kernels read the rest where it is, once they run."""
+    session, heap = _sum(parts, "session"), _sum(parts, "rearranged")
+    in_transit = max(part.optimizing for part in parts)
+    return _WeightTerms(
+        _terms(session, heap + in_transit, 0),
+        _terms(session, heap, _sum(parts, "sources") + _sum(parts, "mapped")),
+    )
+
+
+def _streamed_terms(parts: Sequence[WeightFootprint], _index: int) -> _WeightTerms:
+    """The segment that runs and the one that is read ahead, at the worst moment of a sweep that begins again. None is
+    opened before its turn, so that loading takes nothing.
+
+    How far the next one is when a segment ends is a matter of speed; the plan holds for any.
+    """
     pairs = list(zip(parts, (*parts[1:], parts[0]), strict=True)) if len(parts) > 1 else [(parts[0],)]
-    mapped = max(sum(p.heap + p.mapped for p in pair) for pair in pairs)
-    session = max(sum(p.session for p in pair) for pair in pairs) + _being_made(parts)
-    # While a segment is opened the runtime lays one weight at a time out again, to compare it with the file.
-    opening = max(p.largest for p in parts)
-    terms = _terms(session, opening, mapped + opening)
-    return _WeightTerms(terms, terms)
+    mapped = max(_sum(pair, "copies") + _sum(pair, "mapped") for pair in pairs)
+    session = max(_sum(pair, "session") for pair in pairs) + _being_made(parts)
+    compared, source = max(((part.largest + part.transit_heap, part.transit_file) for part in parts), key=sum)
+    return _WeightTerms(_terms(0, 0, 0), _terms(session, compared, mapped + source))
 
 
-def _finalise_terms(parts: Sequence[WeightFootprint]) -> tuple[Term, ...]:
-    """All of a segment's copies, and the largest once more while it is written: 376 and 394 MiB were measured where
-    the copies have 336 and the largest 49."""
-    worst = max(parts, key=lambda p: p.heap + p.mapped)
-    return _terms(worst.session + _being_made(parts), worst.heap + worst.largest, worst.largest + worst.mapped)
+def _finalise_terms(parts: Sequence[WeightFootprint], index: int) -> tuple[Term, ...]:
+    """Each segment is loaded as on the heap, written, and loaded as the engine will."""
+    moments = [
+        terms
+        for part in parts
+        for terms in (_heap_terms([part], index).load, _writing(part), _mapped_terms([part], index).load)
+    ]
+    return max(moments, key=lambda terms: sum(term.nbytes for term in terms))
+
+
+def _writing(part: WeightFootprint) -> tuple[Term, ...]:
+    """All copies, and once more the largest of what is written, which is copied first. Weights that are written as they
+    were are read into memory too: with a table of 108 MiB that is also a matrix, 517 MiB where the copies have 289."""
+    return _terms(part.session + _being_made([part]), part.heap + part.largest + part.largest_mapped, 0)
 
 
 def _being_made(parts: Sequence[WeightFootprint]) -> int:
@@ -289,9 +343,9 @@ def _being_made(parts: Sequence[WeightFootprint]) -> int:
     return max(p.session for p in parts)
 
 
-_WEIGHT_TERMS: dict[Residency, Callable[[Sequence[WeightFootprint]], _WeightTerms]] = {
+_WEIGHT_TERMS: dict[Residency, Callable[[Sequence[WeightFootprint], int], _WeightTerms]] = {
     Residency.HEAP: _heap_terms,
     Residency.MAPPED: _mapped_terms,
     Residency.STREAMED: _streamed_terms,
-    Residency.UNPACKED: _mapped_terms,
+    Residency.UNPACKED: _unpacked_terms,
 }

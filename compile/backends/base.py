@@ -72,16 +72,34 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class WeightFootprint:
-    """Bytes of weights once a runtime has loaded them: copied to the heap, and left in the mapped file.
+    """Bytes of one segment's weights in a runtime.
 
-    `session` is what the runtime keeps of the graph itself: nodes, kernels, their bookkeeping. `largest` is the largest
-    weight that is copied, or what is copied together: sources are let go one at a time while copies are made.
+    Loaded, a runtime keeps `session` of the graph itself (nodes, kernels, their bookkeeping), and of the weights `heap`
+    that it lays out anew, and `mapped` that it reads where they are in the file.
     """
 
     heap: int
     mapped: int
     session: int
     largest: int
+    """The largest of the copies."""
+    largest_mapped: int = 0
+    """The largest weight that is read in the file."""
+    copies: int = 0
+    """`heap` as a file to be mapped holds it, in whole pages."""
+    rearranged: int = 0
+    """Of `heap`, what the graph's optimizer lays out, whether kernels may or not."""
+    sources: int = 0
+    """What the other copies are made of, in the file."""
+    touched: int = 0
+    """Of `mapped`, what loading reads; the rest is not in memory until it is used."""
+    transit_heap: int = 0
+    transit_file: int = 0
+    """What is there besides while the largest copy is made: what making it takes, and its source."""
+    optimizing: int = 0
+    """What is there besides all that stays while the optimizer lays weights out, before the rest is loaded."""
+    indexes: bool = False
+    """Whether loading already asks the arena for memory."""
 
 
 class Model(Protocol):

@@ -6,6 +6,7 @@ kernels that prepack own a copy and drop the mapping of their source; everything
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
@@ -13,41 +14,96 @@ from compile.backends.base import WeightFootprint
 from compile.graph import constant, dims_of, ir, nodes_of
 from compile.writer import INLINE_BYTES
 
-# Graph, kernel and execution-plan objects of one node; between 4.5 and 6.2 KiB on the models measured.
-SESSION_BYTES_PER_NODE = 5632
+# Graph, kernel and execution-plan objects of one node: 5.0 to 6.2 KiB over models of 227 to 1764 nodes.
+SESSION_BYTES_PER_NODE = 6400
+# What a convolution has more of them when it is made to compute in blocks of channels: 5.5 and 7.4 KiB.
+BLOCKED_CONV_BYTES = 7680
 # What a MatMulNBits kernel holds beside its packed weights; 13 to 15 KiB measured over 160 and 211 of them.
 BLOCK_KERNEL_BYTES = 14 << 10
 # Every tensor of a bundle begins on a page of its own, and is resident in whole pages.
 PAGE_BYTES = 4096
+# Channels in a block of MLAS's NCHWc layout: 16 with AVX-512, 8 with AVX2.
+CHANNELS = 16
+# A filter is read, reordered, and made a tensor, which is copied: four times in memory, until the next one.
+FILTER_COPIES = 4
+
+
+@dataclasses.dataclass
+class _Weights:
+    """What was found so far; a weight that several nodes use is there once, by its name."""
+
+    heap: dict[str, int] = dataclasses.field(default_factory=dict)
+    sources: dict[str, int] = dataclasses.field(default_factory=dict)
+    mapped: dict[str, int] = dataclasses.field(default_factory=dict)
+    filters: dict[str, int] = dataclasses.field(default_factory=dict)
+    touched: set[str] = dataclasses.field(default_factory=set)
+    scratch: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def weight_footprint(model: ir.Model) -> WeightFootprint:
-    """Bytes on the heap and in the mapping after load; a weight that one user copies and another maps counts twice.
+    """Bytes on the heap and in the mapping; a weight that one user copies and another maps counts twice.
 
-    Weights of convolutions are rearranged by the optimizer, all before the first source is let go: PP-OCR's detector,
-    9.3 MiB of them, takes 20.7 MiB while it loads. Everything else is copied one weight at a time.
+    The optimizer lays out filters first, one at a time; then kernels, one at a time, the other weights they copy.
     """
-    heap: dict[str, int] = {}
-    mapped: dict[str, int] = {}
-    rearranged = nodes = 0
+    found = _Weights()
+    nodes = 0
+    indexes = False
     for node in nodes_of(model):
         nodes += 1
         copied = dict(_copied(node))
+        indexes |= node.op_type in _FROM_ARENA and bool(copied)
         for index, value in enumerate(node.inputs):
             tensor = constant(value)
             if value is None or tensor is None or tensor.nbytes < INLINE_BYTES:
                 continue
-            key = value.name or ""
-            if index in copied:
-                rearranged += copied[index] if node.op_type == "Conv" and key not in heap else 0
-                heap[key] = copied[index]
-            else:
-                mapped[key] = _up(tensor.nbytes, PAGE_BYTES)
+            _count(found, node, index, value.name or "", tensor.nbytes, copied.get(index))
+    return _summary(found, nodes, indexes)
+
+
+def _count(found: _Weights, node: ir.Node, index: int, name: str, nbytes: int, copy: int | None) -> None:
+    pages = _up(nbytes, PAGE_BYTES)
+    if copy is None:
+        found.mapped[name] = pages
+        if node.op_type == "MatMulNBits":
+            # Scales and zero points go into the sums that are made with the packed codes; scales are copied for it.
+            found.touched.add(name)
+            if index == _SCALES:
+                codes = node.inputs[1]
+                found.scratch[(codes.name if codes else None) or ""] = nbytes
+        return
+    found.heap[name] = copy
+    if node.op_type == "Conv":
+        found.filters[name] = copy
+    else:
+        found.sources[name] = pages
+
+
+def _summary(found: _Weights, nodes: int, indexes: bool) -> WeightFootprint:
+    heap, rearranged = sum(found.heap.values()), sum(found.filters.values())
+    tied = found.mapped.keys() & found.sources.keys()
+    sources = {name: nbytes for name, nbytes in found.sources.items() if name not in tied}
+    transit = max(((found.scratch.get(name, 0), nbytes) for name, nbytes in sources.items()), key=sum, default=(0, 0))
+    session = (
+        nodes * SESSION_BYTES_PER_NODE
+        + len(found.filters) * BLOCKED_CONV_BYTES
+        + len(found.scratch) * BLOCK_KERNEL_BYTES
+    )
+    # Then nothing else is laid out yet, and of the session there is the graph: about a half.
+    still_to_come = heap - rearranged + session // 2
     return WeightFootprint(
-        heap=sum(heap.values()),
-        mapped=sum(mapped.values()),
-        session=nodes * SESSION_BYTES_PER_NODE,
-        largest=max(rearranged, *heap.values(), 0),
+        heap=heap,
+        mapped=sum(found.mapped.values()),
+        session=session,
+        largest=max(found.heap.values(), default=0),
+        largest_mapped=max(found.mapped.values(), default=0),
+        copies=sum(_up(copy, PAGE_BYTES) + PAGE_BYTES for copy in found.heap.values()),
+        rearranged=rearranged,
+        sources=sum(sources.values()),
+        touched=sum(found.mapped[name] for name in found.touched | tied),
+        transit_heap=transit[0],
+        transit_file=transit[1],
+        optimizing=max((FILTER_COPIES - 1) * max(found.filters.values(), default=0) - still_to_come, 0),
+        indexes=indexes,
     )
 
 
@@ -82,7 +138,7 @@ def _block_matrix(node: ir.Node) -> Iterator[tuple[int, int]]:
     if codes is None:
         return
     n, blocks, blob = dims_of(codes)
-    yield 1, n * blocks * (blob + 4 + 4) + BLOCK_KERNEL_BYTES
+    yield 1, n * blocks * (blob + 4 + 4)
 
 
 def _int8_matrix(node: ir.Node) -> Iterator[tuple[int, int]]:
@@ -91,6 +147,25 @@ def _int8_matrix(node: ir.Node) -> Iterator[tuple[int, int]]:
         return
     k, n = dims_of(codes)
     yield 1, _up(k, 4) * _up(n, 16) + 4 * n
+
+
+def _filter(node: ir.Node) -> Iterator[tuple[int, int]]:
+    """Filters in blocks of channels, as NchwcTransformer::TransformConv makes them; others are read as they are."""
+    yield from _whole(2)(node)
+    tensor = constant(node.inputs[1])
+    if tensor is None or tensor.dtype != ir.DataType.FLOAT or len(dims_of(tensor)) != 4:
+        return
+    outputs, inputs, height, width = dims_of(tensor)
+    group = node.attributes["group"].as_int() if "group" in node.attributes else 1
+    if group > 1:
+        depthwise = inputs == 1 and outputs == group
+        if outputs % CHANNELS or not (depthwise or inputs % CHANNELS == outputs // group % CHANNELS == 0):
+            return
+    elif inputs >= CHANNELS:
+        if inputs % 4:
+            return
+        inputs = _up(inputs, CHANNELS)
+    yield 1, _up(outputs, CHANNELS) * inputs * height * width * 4
 
 
 def _int8_filter(node: ir.Node) -> Iterator[tuple[int, int]]:
@@ -130,8 +205,11 @@ _RULES: dict[str, Callable[[ir.Node], Iterator[tuple[int, int]]]] = {
     "DynamicQuantizeMatMul": _int8_matrix,
     "MatMulIntegerToFloat": _int8_matrix,
     "DequantizeLinear": _int8_filter,
-    "Conv": _whole(1, 2),
+    "Conv": _filter,
     "ConvTranspose": _whole(1),
     "LSTM": _whole(1, 2),
     "GRU": _whole(1, 2),
 }
+_SCALES = 2
+# Kernels that take memory for their copy from the arena.
+_FROM_ARENA = frozenset({"ConvTranspose"})

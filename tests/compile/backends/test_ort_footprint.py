@@ -82,10 +82,30 @@ def test_a_weight_that_no_kernel_copies_stays_mapped(tmp_path: Path) -> None:
     assert found.heap == 64 * 32 * 4
 
 
-def test_weights_of_convolutions_are_in_transit_together(tmp_path: Path) -> None:
+def test_filters_are_laid_out_one_at_a_time_in_blocks_of_channels(tmp_path: Path) -> None:
     nodes = [node("Conv", ["x", "a"], ["m"]), node("Conv", ["m", "b"], ["y"])]
-    weights = [init("a", normal(32, 16, 1, 1)), init("b", normal(16, 32, 1, 1))]
+    weights = [init("a", normal(40, 16, 1, 1)), init("b", normal(16, 40, 1, 1))]
     made = model(nodes, [value("x", [1, 16, 4, 4])], [value("y", [1, 16, 4, 4])], weights)
     segment, _ = emit(save(tmp_path, made), "fp32", tmp_path)
     found = weight_footprint(load_model(segment))
-    assert found.largest == found.heap == 2 * 32 * 16 * 4
+    assert found.heap == found.rearranged == 2 * 48 * 16 * 4
+    assert found.sources == found.mapped == found.transit_file == 0
+
+
+def test_a_grouped_filter_that_blocks_do_not_divide_stays_as_it_is(tmp_path: Path) -> None:
+    weights = [init("w", normal(24, 8, 3, 3))]
+    made = model(
+        [node("Conv", ["x", "w"], ["y"], group=3)], [value("x", [1, 24, 4, 4])], [value("y", [1, 24, 2, 2])], weights
+    )
+    segment, _ = emit(save(tmp_path, made), "fp32", tmp_path)
+    found = weight_footprint(load_model(segment))
+    assert (found.heap, found.mapped) == (0, 2 * 4096)
+
+
+def test_a_table_that_is_also_a_matrix_is_touched_while_it_is_loaded(tmp_path: Path) -> None:
+    nodes = [node("Gather", ["t", "i"], ["a"]), node("Gemm", ["a", "t"], ["y"], transB=1)]
+    made = model(nodes, [value("i", [2], 7)], [value("y", [2, 96])], [init("t", normal(96, 64))])
+    segment, _ = emit(save(tmp_path, made), "fp32", tmp_path)
+    found = weight_footprint(load_model(segment))
+    assert found.heap == found.mapped == found.touched == 96 * 64 * 4
+    assert found.transit_file == 0
