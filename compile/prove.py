@@ -1,7 +1,8 @@
 """Proof by force: the real agent runs a bundle under a hard memory limit, and its peak is set beside the plan.
 
 The runtime's fixed cost F_rt is measured the same way, with a model of one operator, and taken off both sides, so that
-what is compared is the model: its weights, its activations, its slots.
+what is compared is the model: its weights, its activations, its slots. Nothing is allowed for noise: of three
+measurements of F_rt the middle one counts, and what the kernel saw beyond the largest sample counts as used.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +23,11 @@ from compile.pipeline import Options, Progress, compile_model
 from compile.processes import Mapped
 from compile.sampler import LOAD, RUN, Peak, Sampler
 from compile.serving import (
+    Requests,
     Service,
     ServiceError,
     drop_from_page_cache,
     finalise_command,
-    largest_request,
     needs_finalise,
     serve_command,
     started,
@@ -41,8 +42,8 @@ from targets.tensor import human
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-NOISE_BYTES = 3 << 20
-"""Two runs of one bundle differ by up to 2.5 MiB (seen while small models load): heaps of two interpreters, threads."""
+FIXED_RUNS = 3
+"""How often F_rt is measured; how much the measurements differ is part of the proof."""
 NOTHING = Peak(Mapped(), Mapped(), (), 0, 0)
 PROCESSES = ("gateway", "engine")
 _NOT_INSTALLED = "is not installed"
@@ -64,7 +65,7 @@ class PhaseProof(msgspec.Struct, frozen=True):
     `measured` is the moment of the largest sum; `own_peaks` are those of each kind by itself, which need not coincide;
     `anonymous` is that kind by process.
     `unseen` bounds what may have been missed: the kernel's own peak of each process above the largest that was seen of
-    it, less the same of F_rt. It counts library pages too.
+    it, less the same of F_rt. It counts library pages too, and it is part of `measured_total`.
     """
 
     name: str
@@ -81,27 +82,25 @@ class PhaseProof(msgspec.Struct, frozen=True):
 
     @property
     def measured_total(self) -> int | None:
-        return None if self.measured is None else max(sum(self.measured.values()), 0)
+        return None if self.measured is None else max(sum(self.measured.values()) + self.unseen, 0)
 
     @property
     def holds(self) -> bool:
-        """Whether the plan was not exceeded, beyond what two runs of one bundle differ by."""
-        return (
-            not self.complete
-            or self.measured_total is None
-            or self.measured_total <= self.predicted_total + NOISE_BYTES
-        )
+        """Whether the plan was not exceeded."""
+        return not self.complete or self.measured_total is None or self.measured_total <= self.predicted_total
 
 
 class Fixed(msgspec.Struct, frozen=True):
     """F_rt: what the plan counts, and the largest that the service with a model of one operator had here (bytes).
 
-    `libraries` is the proportional share of shared libraries, which depends on what else runs on the machine.
+    `libraries` is the proportional share of shared libraries, which depends on what else runs on the machine. `spread`
+    is the most by which measurements of one phase, libraries aside, differ.
     """
 
     predicted: int
     anonymous: int
     libraries: int
+    spread: int = 0
 
     @property
     def measured(self) -> int:
@@ -178,7 +177,7 @@ def prove(
         if not hard.exact:
             progress.warn(_INEXACT.format(mechanism=hard.mechanism))
         progress.phase("measure the runtime alone")
-        fixed = measure_fixed(manifest, folder, timeout_s)
+        fixed = [measure_fixed(manifest, folder, timeout_s) for _ in range(FIXED_RUNS)]
         progress.phase(f"load and fill {manifest.plan.slots} slots under {human(nbytes)} ({hard.mechanism})")
         seen = run_service(bundle, manifest, hard, folder, cache, rounds, timeout_s)
     if _NOT_INSTALLED in seen.failure and not seen.done:
@@ -200,8 +199,9 @@ def _folders(bundle: Path, manifest: Manifest) -> Iterator[tuple[Path, Path | No
 def measure_fixed(manifest: Manifest, folder: Path, timeout_s: float) -> Run:
     """The same service with a model of one operator and as many slots, not limited. Raises OptionError."""
     out = folder / "empty.tfb"
-    compile_model(_one_operator(folder), _board_of(manifest), out, Options(slots=manifest.plan.slots))
-    cache = folder / "finalised" if needs_finalise(manifest) else None
+    if not out.exists():
+        compile_model(_one_operator(folder), _board_of(manifest), out, Options(slots=manifest.plan.slots))
+    cache = Path(tempfile.mkdtemp(prefix="finalised-", dir=folder)) if needs_finalise(manifest) else None
     run = run_service(out, read_manifest(out), None, folder, cache, 2, timeout_s, Residency.MAPPED)
     if run.failure:
         raise OptionError(f"the agent cannot serve here: {run.failure}")
@@ -243,7 +243,7 @@ def run_service(
 
     `residency` is what `finalise` is told where the bundle does not say so itself.
     """
-    body, headers = largest_request(bundle, manifest)
+    requests = Requests(bundle, manifest, rounds * manifest.plan.slots)
     drop_from_page_cache(bundle, manifest)
     charged = limit.charged if limit else lambda: None
     weights = (bundle, cache.resolve()) if cache else (bundle,)
@@ -274,7 +274,7 @@ def run_service(
         service.wait_ready(timeout_s)
         done.append(LOAD)
         sampler.serving()
-        speed = measure(service, manifest, body, headers, rounds, timeout_s)
+        speed = measure(service, manifest, requests, rounds, timeout_s)
         done.append(RUN)
 
     if cache:
@@ -285,18 +285,21 @@ def run_service(
     return Run(phases, tuple(done), counted, limit.oom_kills() if limit else 0, failure, killed, speed)
 
 
-def _judge(manifest: Manifest, limit: Limit, fixed: Run, seen: Run, rounds: int) -> Proof:
+def _judge(manifest: Manifest, limit: Limit, runs: Sequence[Run], seen: Run, rounds: int) -> Proof:
     """Set what was seen beside the plan, and say what that means."""
     plan = manifest.plan
+    fixed = {name: [run.phases[name] for run in runs] for name in runs[0].phases}
+    middle = {name: sorted(peaks, key=lambda peak: peak.nbytes)[len(peaks) // 2] for name, peaks in fixed.items()}
     phases = tuple(
-        _phase(phase, fixed.phases.get(phase.name, NOTHING), seen.phases.get(phase.name, NOTHING), seen.done)
+        _phase(phase, middle.get(phase.name, NOTHING), seen.phases.get(phase.name, NOTHING), seen.done)
         for phase in plan.phases
     )
     runtime = plan.phase(RUN).term("runtime")
     cost = Fixed(
         runtime.nbytes if runtime else 0,
-        max(peak.own.anonymous for peak in fixed.phases.values()),
-        max(peak.own.libraries for peak in fixed.phases.values()),
+        max(peak.own.anonymous for peaks in fixed.values() for peak in peaks),
+        max(peak.own.libraries for peaks in fixed.values() for peak in peaks),
+        max(max(p.nbytes for p in peaks) - min(p.nbytes for p in peaks) for peaks in fixed.values()),
     )
     verdict, reason = _verdict(manifest, limit, seen, phases)
     return Proof(
@@ -377,12 +380,6 @@ def _notes(limit: Limit, fixed: Fixed, phases: tuple[PhaseProof, ...], seen: Run
         "measured: anonymous = private pages of both processes; file = resident pages of the bundle's weight files; "
         "shared = the slab that requests travel in. All without F_rt."
     ]
-    over = [phase.name for phase in phases if phase.complete and (phase.measured_total or 0) > phase.predicted_total]
-    if over and all(phase.holds for phase in phases):
-        notes.append(
-            f"{', '.join(over)}: measured above the plan, by less than the {human(NOISE_BYTES)} that two runs of one "
-            "bundle can differ by."
-        )
     if not limit.exact:
         notes.append(_INEXACT.format(mechanism=limit.mechanism) + ".")
     if seen.charged is not None:
@@ -397,9 +394,10 @@ def _notes(limit: Limit, fixed: Fixed, phases: tuple[PhaseProof, ...], seen: Run
             "set runtime_fixed_mib of the board to what it takes there."
         )
     run = phases[-1]
-    if run.complete and run.measured and (untouched := run.predicted["file"] - run.measured["file"]) > NOISE_BYTES:
+    untouched = run.predicted["file"] - run.measured["file"] if run.complete and run.measured else 0
+    if untouched > run.predicted_total // 50:
         notes.append(
-            f"{human(untouched)} of the mapped weights were never touched: tables of which a request reads a few rows. "
-            "The plan counts them whole; the kernel can drop them."
+            f"{human(untouched)} of the mapped weights were never touched: tables of which so many requests read no "
+            "more. The plan counts them whole; the kernel can drop them."
         )
     return notes

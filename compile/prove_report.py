@@ -43,6 +43,7 @@ def print_proof(proof: Proof, console: Console) -> None:
         _add(table, phase)
     fixed = proof.fixed
     table.add_row("F_rt", "anonymous + libraries", human(fixed.predicted), human(fixed.measured), "not in the ratios")
+    table.add_row("F_rt", "differs by", "", human(fixed.spread))
     if proof.speed:
         _add_speed(table, proof.speed)
     console.print(table)
@@ -59,6 +60,8 @@ def _add(table: Table, phase: PhaseProof) -> None:
         seen = phase.measured[kind] if phase.measured else None
         if phase.predicted[kind] or seen:
             _row(table, phase, kind, phase.predicted[kind], seen)
+    if phase.unseen:
+        table.add_row(phase.name, "between samples", "", human(phase.unseen))
     _row(table, phase, "[bold]total", phase.predicted_total, phase.measured_total)
     table.add_section()
 

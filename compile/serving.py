@@ -14,14 +14,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from compile.calibrate.synthetic import indexed_rows
 from compile.errors import OptionError
+from compile.graph import load_model
 from compile.limits import Limit
 from targets.bundle import Manifest, Residency, safe_path
 from targets.errors import TightfitError
@@ -84,19 +86,20 @@ class Service:
         if code:
             raise ServiceError(self.last_words() or f"the agent ended with code {code}")
 
-    def fill(self, manifest: Manifest, body: bytes, headers: dict[str, str], timeout_s: float) -> list[float]:
-        """As many requests at the same time as there are slots; returns when all are answered, with their seconds.
+    def fill(
+        self, manifest: Manifest, bodies: Sequence[bytes], headers: dict[str, str], timeout_s: float
+    ) -> list[float]:
+        """A request for every slot at the same time; returns when all are answered, with their seconds.
 
         Each holds its last byte back until all have sent the rest, so that all slots are taken before one is free; its
         seconds are those from that byte to the last of its answer. Raises ServiceError with the first answer that is
         not 200, or with what became of the connection.
         """
-        slots = manifest.plan.slots
         taken: queue.Queue[float] = queue.Queue()
         failures: queue.Queue[str] = queue.Queue()
-        barrier = threading.Barrier(slots)
+        barrier = threading.Barrier(len(bodies))
 
-        def one() -> None:
+        def one(body: bytes) -> None:
             try:
                 taken.put(self._infer(f"/v2/models/{manifest.name}/infer", body, headers, timeout_s, barrier))
             except threading.BrokenBarrierError:
@@ -105,14 +108,14 @@ class Service:
                 failures.put(str(error) or type(error).__name__)
                 barrier.abort()
 
-        threads = [threading.Thread(target=one, daemon=True) for _ in range(slots)]
+        threads = [threading.Thread(target=one, args=(body,), daemon=True) for body in bodies]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if not failures.empty():
             raise ServiceError(failures.get())
-        return [taken.get() for _ in range(slots)]
+        return [taken.get() for _ in bodies]
 
     def _infer(
         self, path: str, body: bytes, headers: dict[str, str], timeout_s: float, barrier: threading.Barrier
@@ -228,26 +231,62 @@ def drop_from_page_cache(bundle: Path, manifest: Manifest) -> None:
             os.close(fd)
 
 
-def largest_request(bundle: Path, manifest: Manifest) -> tuple[bytes, dict[str, str]]:
-    """An Open Inference Protocol request with every dimension at its maximum, binary in and out: (body, headers).
+class Requests:
+    """Open Inference Protocol requests with every dimension at its maximum, binary in and out.
 
-    Floats are standard normal; integers stay within those of the bundle's sample, because they may index a table.
-    Raises OptionError for an input that the protocol cannot carry.
+    Floats are standard normal. Integers that index a table are spread evenly over it, and each of the `count` requests
+    takes other rows, so that tables are touched as widely as so many requests can; all others stay within those of the
+    bundle's sample.
     """
-    rng = np.random.default_rng(0)
-    samples = {sample.name: sample.file for sample in manifest.sample}
-    inputs: list[dict[str, Any]] = []
-    chunks: list[bytes] = []
-    for spec in manifest.contract.inputs:
-        shape = [dim if isinstance(dim, int) else manifest.contract.dims[dim].max for dim in spec.shape]
-        sample = safe_path(bundle, samples[spec.name]) if spec.name in samples else None
-        data = _values(rng, spec, shape, sample)
-        chunks.append(data)
-        entry = {"name": spec.name, "datatype": spec.dtype.oip, "shape": shape}
-        inputs.append({**entry, "parameters": {"binary_data_size": len(data)}})
-    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
-    headers = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(head))}
-    return head + b"".join(chunks), headers
+
+    def __init__(self, bundle: Path, manifest: Manifest, count: int) -> None:
+        """Raises OptionError for an input that the protocol cannot carry."""
+        self._count = count
+        self._rows = _indexed_rows(bundle, manifest)
+        self._inputs: list[tuple[TensorSpec, list[int], bytes]] = []
+        rng = np.random.default_rng(0)
+        samples = {sample.name: sample.file for sample in manifest.sample}
+        for spec in manifest.contract.inputs:
+            shape = [dim if isinstance(dim, int) else manifest.contract.dims[dim].max for dim in spec.shape]
+            sample = safe_path(bundle, samples[spec.name]) if spec.name in samples else None
+            self._inputs.append((spec, shape, _values(rng, spec, shape, sample)))
+        described = [
+            {
+                "name": spec.name,
+                "datatype": spec.dtype.oip,
+                "shape": shape,
+                "parameters": {"binary_data_size": len(data)},
+            }
+            for spec, shape, data in self._inputs
+        ]
+        self._head = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}).encode()
+        self.headers = {
+            "Content-Type": "application/octet-stream",
+            "Inference-Header-Content-Length": str(len(self._head)),
+        }
+
+    def body(self, number: int) -> bytes:
+        """The request of that number, from 0 to `count` - 1."""
+        return self._head + b"".join(self._data(number, *each) for each in self._inputs)
+
+    def _data(self, number: int, spec: TensorSpec, shape: list[int], data: bytes) -> bytes:
+        rows = self._rows.get(spec.name)
+        if rows is None:
+            return data
+        values = int(np.prod(shape, dtype=np.int64))
+        at = np.arange(values, dtype=np.int64) * self._count + number % self._count
+        return (at * rows // (values * self._count)).astype(np.dtype(spec.dtype.numpy)).tobytes()
+
+
+def _indexed_rows(bundle: Path, manifest: Manifest) -> dict[str, int]:
+    """Rows of the smallest table that each integer input indexes, by the graphs of all segments."""
+    integers = {s.name for s in manifest.contract.inputs if s.dtype.numpy and np.dtype(s.dtype.numpy).kind in "iu"}
+    rows: dict[str, int] = {}
+    for segment in manifest.segments:
+        for name, size in indexed_rows(load_model(safe_path(bundle, segment.file))).items():
+            if name in integers:
+                rows[name] = min(rows.get(name, size), size)
+    return rows
 
 
 def _values(rng: np.random.Generator, spec: TensorSpec, shape: list[int], sample: Path | None) -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from compile.processes import tree_of
-from compile.serving import Service
+from compile.serving import Requests, Service
 from targets.bundle import Manifest
 
 
@@ -42,14 +42,17 @@ class Counters(msgspec.Struct, frozen=True):
     disk_bytes: int | None
 
 
-def measure(
-    service: Service, manifest: Manifest, body: bytes, headers: dict[str, str], rounds: int, timeout_s: float
-) -> Speed:
-    """Fill all slots `rounds` times. Raises ServiceError with the first answer that is not 200."""
+def measure(service: Service, manifest: Manifest, requests: Requests, rounds: int, timeout_s: float) -> Speed:
+    """Fill all slots `rounds` times, with other requests each time.
+
+    Raises ServiceError with the first answer that is not 200.
+    """
     counted = [counters(service)]
     waited: list[float] = []
-    for _ in range(rounds):
-        waited += service.fill(manifest, body, headers, timeout_s)
+    slots = manifest.plan.slots
+    for at in range(rounds):
+        bodies = [requests.body(at * slots + slot) for slot in range(slots)]
+        waited += service.fill(manifest, bodies, requests.headers, timeout_s)
         counted.append(counters(service))
     return speed(counted, waited)
 

@@ -22,7 +22,7 @@ def random_samples(model: ir.Model, contract: Contract, corners: tuple[str, ...]
     Floats are standard normal. Integers that index a table stay within it; all others are 0 or 1, as masks
     and flags are. Such data says whether a model runs, little about its accuracy.
     """
-    limits = _index_limits(model)
+    limits = indexed_rows(model)
     rng = np.random.default_rng(0)
     samples: list[Sample] = []
     for corner in corners:
@@ -55,26 +55,30 @@ def _random(rng: np.random.Generator, spec: TensorSpec, sizes: Mapping[str, int]
     return np.asarray(rng.integers(0, min(limit, 2 if dtype.kind == "b" else limit), shape)).astype(dtype)
 
 
-def _index_limits(model: ir.Model) -> dict[str, int]:
-    """Rows of the smallest table that each integer input indexes, looking through shape changes and casts."""
-    limits: dict[str, int] = {}
+# Operators whose second input indexes their first, and the attribute that says along which axis.
+_LOOKUPS = {"Gather": "axis", "GatherBlockQuantized": "gather_axis"}
+_SAME_VALUES = frozenset({"Cast", "Reshape", "Unsqueeze", "Squeeze", "Identity", "Flatten"})
+
+
+def indexed_rows(model: ir.Model) -> dict[str, int]:
+    """Rows of the smallest table that each input of the graph indexes, looking through shape changes and casts."""
+    rows: dict[str, int] = {}
     for graph_input in model.graph.inputs:
         frontier, seen = [graph_input], {graph_input}
         while frontier:
             value = frontier.pop()
             for use in value.uses():
-                if use.node.op_type == "Gather" and use.idx == 1:
-                    table = use.node.inputs[0]
-                    axis = use.node.attributes.get("axis")
-                    rows = _size(table, 0 if axis is None else int(axis.value))
-                    if rows:
+                if use.node.op_type in _LOOKUPS and use.idx == 1:
+                    axis = use.node.attributes.get(_LOOKUPS[use.node.op_type])
+                    size = _size(use.node.inputs[0], 0 if axis is None else int(axis.value))
+                    if size:
                         name = graph_input.name or ""
-                        limits[name] = min(limits.get(name, rows), rows)
-                elif use.node.op_type in ("Cast", "Reshape", "Unsqueeze", "Squeeze", "Identity", "Flatten"):
+                        rows[name] = min(rows.get(name, size), size)
+                elif use.node.op_type in _SAME_VALUES:
                     fresh = [v for v in use.node.outputs if v not in seen]
                     seen.update(fresh)
                     frontier.extend(fresh)
-    return limits
+    return rows
 
 
 def _size(value: ir.Value | None, axis: int) -> int | None:
