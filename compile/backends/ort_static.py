@@ -125,10 +125,18 @@ def _prune(plan: Plan) -> None:
 
 
 def _one_reader(concat: ir.Node, plan: Plan) -> bool:
-    makers = [plan.results.get(value) for value in concat.inputs if value is not None]
-    return all(maker is not None and not is_op(maker, *_MOVING) for maker in makers) and all(
-        value is not None and sole_reader(value) is concat for value in concat.inputs
+    """Whether nobody else reads what is joined, so that it can all be made with one scale. What was cut off by a Relu
+    in one of them and not in another needs scales of its own: the ends of the range do the cutting."""
+    makers = [plan.results.get(value) if sole_reader(value) is concat else None for value in _data_inputs(concat)]
+    return all(maker is not None and not is_op(maker, *_MOVING) for maker in makers) and (
+        len({_cut_off(maker) for maker in makers if maker is not None}) == 1
     )
+
+
+def _cut_off(node: ir.Node) -> tuple[float, float]:
+    """Where the Relus and Clips behind a node end its range."""
+    ends = [bounds for follower in _absorbed(node) if (bounds := _bounds(follower)) is not None]
+    return max((low for low, _ in ends), default=-np.inf), min((high for _, high in ends), default=np.inf)
 
 
 def _results(node: ir.Node) -> list[ir.Value]:
@@ -621,8 +629,5 @@ class _Emitter:
         reader = sole_reader(result)
         if reader in self._plan.joins:
             return self._affine(reader)
-        span = self._spans[result.name or ""]
-        for follower in _absorbed(node):
-            low, high = _bounds(follower) or (-np.inf, np.inf)
-            span = Range(max(span.low, low), min(span.high, high))
-        return Affine.of(span)
+        span, (low, high) = self._spans[result.name or ""], _cut_off(node)
+        return Affine.of(Range(max(span.low, low), min(span.high, high)))
