@@ -96,13 +96,18 @@ def prepared(path: Path, *shapes: str) -> ir.Model:
 
 
 def ranges(
-    graph: ir.Model, names: Sequence[str], path: Path, shapes: Sequence[str], samples: Sequence[Mapping[str, Array]]
+    graph: ir.Model,
+    names: Sequence[str],
+    path: Path,
+    shapes: Sequence[str],
+    samples: Sequence[Mapping[str, Array]],
+    method: str = "minmax",
 ) -> dict[str, Range | Unfit]:
-    """Extremes over the samples, or over random ones where none are given."""
+    """Ranges over the samples, or over random ones where none are given."""
     dims = bind_shapes(load_model(path), tuple(map(parse_shape, shapes)))
     contract = build_contract(graph, dims, {output.name or "": 0 for output in graph.graph.outputs})
     given = [dict(s) for s in samples] or random_samples(graph, contract, ("opt",) * 8)
-    return calibrate(graph, names, lambda: given, "minmax", ort, path.parent, {}, 1 << 30, path.parent / "scratch")
+    return calibrate(graph, names, lambda: given, method, ort, path.parent, {}, 1 << 30, path.parent / "scratch")
 
 
 def lowered(
