@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,62 @@ def test_random_samples_fit_the_contract_and_index_within_their_table(tmp_path: 
     assert set(samples[2]["i"].tolist()) == set(range(7))
     again = random_samples(graph, contract, corners(dims))
     assert all((a[name] == b[name]).all() for a, b in zip(samples, again, strict=True) for name in a)
+
+
+def test_raw_files_hold_samples_one_after_the_other(tmp_path: Path) -> None:
+    normal(3, 2, 4).tofile(tmp_path / "a.bin")
+    normal(2, 2, 4, seed=1).tofile(tmp_path / "b.raw")
+    samples = read_samples(tmp_path, ONE, 9)
+    np.testing.assert_array_equal([s["x"] for s in samples], [*normal(3, 2, 4), *normal(2, 2, 4, seed=1)])
+
+
+@pytest.mark.parametrize("nbytes", [0, 31, 33])
+def test_raw_files_that_hold_no_whole_samples(tmp_path: Path, nbytes: int) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\0" * nbytes)
+    with pytest.raises(DataError, match=rf"a\.bin: 'x' float32\[2, 4\] takes 32 bytes, the file has {nbytes}"):
+        read_samples(tmp_path / "a.bin", ONE, 8)
+
+
+def test_raw_files_hold_one_input(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\0" * 64)
+    with pytest.raises(DataError, match=r"a\.bin: a raw file holds one input, the model takes x, m"):
+        read_samples(tmp_path / "a.bin", PAIR, 8)
+
+
+def test_each_line_of_a_jsonl_file_is_a_sample(tmp_path: Path) -> None:
+    lines = [{"x": normal(n, 4, seed=n).tolist(), "m": list(range(n))} for n in (1, 3)]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines) + "\n")
+    samples = read_samples(tmp_path / "a.jsonl", PAIR, 8)
+    assert [(s["x"].shape, s["x"].dtype, s["m"].dtype) for s in samples] == [
+        ((1, 4), np.float32, np.int64),
+        ((3, 4), np.float32, np.int64),
+    ]
+    np.testing.assert_array_equal(samples[1]["x"], normal(3, 4, seed=3))
+
+
+BAD_LINES = {
+    "json": ('{"x": [[1, 2', "not JSON"),
+    "array": ("[1, 2]", "not an object"),
+    "ragged": ('{"x": [[1, 2, 3, 4], [1]], "m": [0, 1]}', "'x': .*nested lists of equal lengths"),
+    "text": ('{"x": [["a", "b", "c", "d"]], "m": [0]}', "'x': .*nested lists"),
+    "missing": ('{"x": [[1, 2, 3, 4]]}', "input 'm' is missing"),
+    "unknown": ('{"x": [[1, 2, 3, 4]], "m": [0], "z": 1}', "unknown input 'z'"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES)
+def test_a_line_that_does_not_fit_is_named(tmp_path: Path, bad: str) -> None:
+    line, words = BAD_LINES[bad]
+    (tmp_path / "a.jsonl").write_text(f'{{"x": [[1, 2, 3, 4]], "m": [0]}}\n{line}\n')
+    with pytest.raises(DataError, match=rf"(?s)a\.jsonl.*{words}"):
+        read_samples(tmp_path / "a.jsonl", PAIR, 8)
+
+
+def test_float64_is_taken_as_float32_and_said_once(tmp_path: Path) -> None:
+    write(tmp_path / "a.npz", x=normal(3, 2, 4).astype(np.float64), m=np.zeros((3, 2), np.int64))
+    told: list[str] = []
+    samples = read_samples(tmp_path / "a.npz", PAIR, 8, told.append)
+    assert {s["x"].dtype for s in samples} == {np.dtype(np.float32)}
+    assert [text.partition(": ")[2] for text in told] == [
+        "'x' is float64; it is taken as the float32 that the model takes"
+    ]
