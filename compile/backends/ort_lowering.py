@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from compile.backends import ort_fuse, ort_static
+from compile.backends import ort_codes, ort_fuse, ort_static
 from compile.backends.base import Lowered
 from compile.backends.ort_rewrite import CONTRIB, MIN_ELEMENTS, Leave, attribute, behind_cast, graph_of
 from compile.calibrate.collectors import Range, Unfit
@@ -69,7 +69,7 @@ def prepare(model: ir.Model, scheme: Scheme) -> list[str]:
     run_passes(model, [LiftOpset(ort_static.OPSET), InferShapes()])
     ort_fuse.fuse(model)
     run_passes(model, [RemoveDeadCode(), InferShapes(), FixNames(), SortNodes()])
-    return ort_static.wanted(model)
+    return ort_codes.wanted(model)
 
 
 def lower(model: ir.Model, scheme: Scheme, ranges: Mapping[str, Range | Unfit] | None = None) -> Lowered:

@@ -24,6 +24,20 @@ import numpy as np
 import numpy.typing as npt
 
 from compile.backends.base import Lowered
+from compile.backends.ort_codes import (
+    MOVING,
+    Plan,
+    absorbed_by,
+    cut_off,
+    is_product,
+    plan_codes,
+    rank_of,
+    result_of,
+    root_of,
+    row_of,
+    wanted,
+    weight_of,
+)
 from compile.backends.ort_rewrite import (
     CONTRIB,
     MIN_ELEMENTS,
@@ -47,260 +61,9 @@ from targets.bundle import LeftAlone
 # DequantizeLinear has had an axis since opset 13, and pooling, padding and resizing take uint8.
 OPSET = 13
 
-# Operators with a kernel for codes whose result has a range of its own.
-_OWN_RANGE = ("Add", "Mul", "Sigmoid", "LeakyRelu", "AveragePool", "GlobalAveragePool", "Concat", "Relu")
-# Operators that only move values, and take uint8 as well as float.
-_MOVING = ("MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Resize", "Pad")
 # Operators with weights for which there is no such kernel, with the reason.
 _NO_KERNEL = "no INT8 kernel for this operator"
 _WEIGHTY = ("LSTM", "GRU", "RNN", "Gather")
-
-
-@dataclasses.dataclass
-class Plan:
-    """Nodes that compute on codes, in the order of the graph, and why operators with weights do not.
-
-    `results` maps the value that a node's codes stand for to the node: its own output, or that of the Relu or Clip
-    behind it. `joins`: each Concat whose inputs can all be made with its own scale, since nobody else reads them.
-    """
-
-    on_codes: dict[ir.Node, None]
-    matrices: dict[ir.Node, None]
-    left: dict[ir.Node, str]
-    results: dict[ir.Value, ir.Node]
-    joins: set[ir.Node]
-
-
-def wanted(model: ir.Model) -> list[str]:
-    """Names of the values whose ranges `lower` needs, in the order of the graph."""
-    plan = _plan(model, {})
-    names: dict[str, None] = {}
-    for node in (*plan.on_codes, *plan.matrices):
-        if is_op(node, *_MOVING):
-            continue
-        for value in node.inputs[:1] if _is_product(node) else ():
-            names[_root(value).name or ""] = None
-        if node in plan.on_codes:
-            names[_result(node).name or ""] = None
-    return list(names)
-
-
-def _plan(model: ir.Model, unfit: Mapping[str, str]) -> Plan:
-    left: dict[ir.Node, str] = {}
-    on_codes: dict[ir.Node, None] = {}
-    matrices: dict[ir.Node, None] = {}
-    for node in model.graph:
-        try:
-            if is_op(node, "Conv"):
-                _check_conv(node, unfit)
-                on_codes[node] = None
-            elif is_op(node, "MatMul", "Gemm"):
-                _check_matrix(node, unfit)
-                matrices[node] = None
-            elif _can_compute_on_codes(node, unfit):
-                on_codes[node] = None
-        except Leave as leave:
-            left[node] = leave.reason
-    plan = Plan(on_codes, matrices, left, {}, set())
-    _prune(plan)
-    plan.joins = {node for node in plan.on_codes if is_op(node, "Concat") and _one_reader(node, plan)}
-    return plan
-
-
-def _prune(plan: Plan) -> None:
-    """Drop nodes that would need codes made, or give codes that nobody wants, until none is left to drop."""
-    while True:
-        plan.results, absorbed = {}, set()
-        for node in plan.on_codes:
-            if node not in absorbed:
-                plan.results.update(dict.fromkeys(_results(node), node))
-                absorbed.update(_absorbed(node))
-        useless = [n for n in plan.on_codes if n not in absorbed and not is_op(n, "Conv") and not _pays(n, plan)]
-        if not useless:
-            for node in absorbed:
-                plan.on_codes.pop(node, None)
-            return
-        for node in useless:
-            del plan.on_codes[node]
-
-
-def _one_reader(concat: ir.Node, plan: Plan) -> bool:
-    """Whether nobody else reads what is joined, so that it can all be made with one scale. What was cut off by a Relu
-    in one of them and not in another needs scales of its own: the ends of the range do the cutting."""
-    makers = [plan.results.get(value) if sole_reader(value) is concat else None for value in _data_inputs(concat)]
-    return all(maker is not None and not is_op(maker, *_MOVING) for maker in makers) and (
-        len({_cut_off(maker) for maker in makers if maker is not None}) == 1
-    )
-
-
-def _cut_off(node: ir.Node) -> tuple[float, float]:
-    """Where the Relus and Clips behind a node end its range."""
-    ends = [bounds for follower in _absorbed(node) if (bounds := _bounds(follower)) is not None]
-    return max((low for low, _ in ends), default=-np.inf), min((high for _, high in ends), default=np.inf)
-
-
-def _results(node: ir.Node) -> list[ir.Value]:
-    return list(node.outputs) if is_op(node, *_MOVING) else [_result(node)]
-
-
-def _pays(node: ir.Node, plan: Plan) -> bool:
-    data = _data_inputs(node)
-    if not data or any(value not in plan.results and scalar(value) is None for value in data):
-        return False
-    if all(value not in plan.results for value in data):
-        return False
-    readers = {use.node for value in _results(node) for use in value.uses()}
-    return any(reader in plan.on_codes or reader in plan.matrices for reader in readers)
-
-
-def _data_inputs(node: ir.Node) -> list[ir.Value]:
-    """Inputs that must be codes; shapes, axes and pads are not among them."""
-    inputs = node.inputs if is_op(node, "Add", "Mul", "Concat") else node.inputs[:1]
-    return [value for value in inputs if value is not None]
-
-
-# -- what can be quantized ----------------------------------------------------------------------------------
-
-
-def _weight(node: ir.Node) -> tuple[ir.Value, ir.TensorProtocol, bool]:
-    """The constant float weight of a product, and whether it stands behind a Transpose; Leave where there is none."""
-    value, transposed = behind_cast(node.inputs[1]), False
-    producer = value.producer() if value is not None else None
-    if producer is not None and is_op(producer, "Transpose") and is_op(node, "MatMul", "Gemm"):
-        behind = behind_cast(producer.inputs[0])
-        if constant(behind) is not None and len(dims_of(constant(behind))) == 2:  # type: ignore[arg-type]
-            value, transposed = behind, True
-    if producer is not None and is_op(producer, "DequantizeLinear"):
-        raise Leave("quantized in the source already")
-    tensor = constant(value)
-    if value is None or tensor is None:
-        raise Leave("both sides are computed" if is_op(node, "MatMul", "Gemm") else "the kernel is computed")
-    if tensor.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
-        raise Leave(f"weight is {tensor.dtype.name}, not FLOAT or FLOAT16")
-    return value, tensor, transposed
-
-
-def _check_conv(node: ir.Node, unfit: Mapping[str, str]) -> None:
-    _weight(node)
-    bias = node.inputs[2] if len(node.inputs) > 2 else None
-    if bias is not None and constant(behind_cast(bias)) is None:
-        raise Leave("the bias is computed")
-    _check_data(node)
-    if _captured(_result(node)):
-        raise Leave("a subgraph reads the result, where onnxruntime cannot tell whether it is codes")
-    for value in (_root(node.inputs[0]), _result(node)):
-        _check_fit(value, unfit)
-
-
-def _check_matrix(node: ir.Node, unfit: Mapping[str, str]) -> None:
-    _, tensor, _ = _weight(node)
-    if len(tensor.shape) != 2:
-        raise Leave(f"weight with {len(tensor.shape)} dimensions")
-    if tensor.size < MIN_ELEMENTS:
-        raise Leave(f"fewer than {MIN_ELEMENTS} weights")
-    _check_data(node)
-    if _rank(node.inputs[0]) < 2:
-        raise Leave("the data is a vector, or of unknown rank")
-    _check_fit(_root(node.inputs[0]), unfit)
-
-
-def _check_data(node: ir.Node) -> None:
-    data = node.inputs[0]
-    if data is None or data.dtype != ir.DataType.FLOAT:
-        raise Leave("the data is not FLOAT")
-    if constant(data) is not None:
-        raise Leave("both sides are constant")
-
-
-def _check_fit(value: ir.Value | None, unfit: Mapping[str, str]) -> None:
-    reason = unfit.get(value.name or "") if value is not None else "no data input"
-    if reason is not None:
-        raise Leave(f"{value.name if value else ''!r}: {reason}")
-
-
-def _can_compute_on_codes(node: ir.Node, unfit: Mapping[str, str]) -> bool:
-    if any(value.dtype != ir.DataType.FLOAT for value in node.outputs) or any(map(_captured, _results(node))):
-        return False
-    if is_op(node, *_OWN_RANGE):
-        rank = _rank(node.inputs[0])
-        pools = is_op(node, "AveragePool", "GlobalAveragePool")
-        return (not pools or rank == 4) and (_result(node).name or "") not in unfit
-    if not is_op(node, *_MOVING) or constant(node.inputs[0]) is not None:
-        return False
-    if node.op_type == "Resize":
-        return bool(attribute(node, "mode", "nearest") == "nearest")
-    if node.op_type == "Pad":
-        fill = node.inputs[2] if len(node.inputs) > 2 else None
-        return fill is None or scalar(fill) == 0
-    return node.op_type != "MaxPool" or len(node.outputs) == 1
-
-
-def _row(value: ir.Value | None, n: int, rank: int) -> npt.NDArray[np.float32] | None:
-    """float32 [n] of a constant that broadcasts along the last axis of a value of that rank; None for all else."""
-    tensor = constant(behind_cast(value))
-    if tensor is None or tensor.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
-        return None
-    dims = dims_of(tensor)
-    if len(dims) > rank or tensor.size not in (1, n) or (tensor.size == n and n > 1 and dims[-1] != n):
-        return None
-    row = np.empty(n, np.float32)
-    row[:] = tensor.numpy().reshape(-1)
-    return row
-
-
-def _rank(value: ir.Value | None) -> int:
-    return len(value.shape) if value is not None and value.shape is not None else 0
-
-
-def _captured(value: ir.Value) -> bool:
-    """Whether a subgraph reads the value: onnxruntime 1.32 aborts where it is what DequantizeLinear restored."""
-    return any(use.node.graph is not value.graph for use in value.uses())
-
-
-def _is_product(node: ir.Node) -> bool:
-    return is_op(node, "Conv", "MatMul", "Gemm")
-
-
-def _root(value: ir.Value | None) -> ir.Value:
-    """The value that a chain of moves begins with: its range holds for all of them."""
-    if value is None:
-        raise Leave("no data input")
-    producer = value.producer()
-    if producer is not None and is_op(producer, *_MOVING) and _can_compute_on_codes(producer, {}):
-        return _root(producer.inputs[0])
-    return value
-
-
-def _result(node: ir.Node) -> ir.Value:
-    """The node's output, or that of the Relu or Clip behind it which its codes make superfluous."""
-    absorbed = _absorbed(node)
-    return absorbed[-1].outputs[0] if absorbed else node.outputs[0]
-
-
-def _absorbed(node: ir.Node) -> list[ir.Node]:
-    """The Relus and Clips right behind a node that makes codes of a range of its own."""
-    found: list[ir.Node] = []
-    follower = sole_reader(node.outputs[0]) if not is_op(node, *_MOVING) else None
-    while follower is not None and _bounds(follower) is not None:
-        found.append(follower)
-        follower = sole_reader(follower.outputs[0])
-    return found
-
-
-def _bounds(node: ir.Node) -> tuple[float, float] | None:
-    """Where a node cuts values off, if it does only that, and lets zero pass; the ends of a range do the same."""
-    if is_op(node, "Relu"):
-        return 0.0, np.inf
-    if not is_op(node, "Clip"):
-        return None
-    given = [node.inputs[at] if at < len(node.inputs) else None for at in (1, 2)]
-    low, high = (
-        otherwise if value is None else scalar(value) for value, otherwise in zip(given, (-np.inf, np.inf), strict=True)
-    )
-    return (low, high) if low is not None and high is not None and low <= 0 <= high else None
-
-
-# -- the graph ----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +81,7 @@ def lower(model: ir.Model, ranges: Mapping[str, Range | Unfit], largest: int) ->
     unfit = {name: found.reason for name, found in ranges.items() if isinstance(found, Unfit)}
     unfit |= {name: "no calibration" for name in wanted(model) if name not in ranges}
     spans = {name: found for name, found in ranges.items() if isinstance(found, Range)}
-    plan = _plan(model, unfit)
+    plan = plan_codes(model, unfit)
     report = _Report()
     in_subgraphs = set(nodes_of(model)) - set(model.graph)
     for node in nodes_of(model):
@@ -340,7 +103,7 @@ class _Report:
     def account(self, node: ir.Node, plan: Plan) -> None:
         if node in plan.left:
             self.leave(node, plan.left[node])
-        elif _is_product(node):
+        elif is_product(node):
             self.quantized[node.op_type] += 1
         elif not is_op(node, "ConvTranspose") and node not in plan.on_codes:
             moves = is_op(node, "Reshape", "Identity", "Transpose", "Cast", "QuantizeLinear", "DequantizeLinear")
@@ -375,7 +138,7 @@ class _Emitter:
                 self._matrix(node)
             elif node not in self._plan.on_codes:
                 continue
-            elif is_op(node, *_MOVING):
+            elif is_op(node, *MOVING):
                 self._move(node)
             elif is_op(node, "Conv"):
                 self._conv(node)
@@ -389,7 +152,7 @@ class _Emitter:
     # -- operators -------------------------------------------------------------------------------------------
 
     def _conv(self, node: ir.Node) -> None:
-        weight, tensor, _ = _weight(node)
+        weight, tensor, _ = weight_of(node)
         data = self._codes_of(node.inputs[0], node)
         bias = constant(behind_cast(node.inputs[2])) if len(node.inputs) > 2 else None
         name, scale, dims = weight.name or "", data.affine.scale, dims_of(tensor)
@@ -439,12 +202,12 @@ class _Emitter:
         self._retype(node, node.outputs[0], joined[0])
 
     def _matrix(self, node: ir.Node) -> None:
-        _, tensor, behind_transpose = _weight(node)
+        _, tensor, behind_transpose = weight_of(node)
         gemm = is_op(node, "Gemm")
         transposed = behind_transpose != bool(gemm and attribute(node, "transB", 0))
         alpha = float(attribute(node, "alpha", 1.0)) if gemm else 1.0
         beta = float(attribute(node, "beta", 1.0)) if gemm else 1.0
-        weight = _weight(node)[0].name or ""
+        weight = weight_of(node)[0].name or ""
         axis = 0 if transposed else 1
         n, k = (dims_of(tensor)[at] for at in (axis, 1 - axis))
         data = self._codes_of(node.inputs[0], node)
@@ -494,14 +257,14 @@ class _Emitter:
         """What the kernel adds itself, what must be added behind it, and the node whose result that is."""
         given = node.inputs[2] if is_op(node, "Gemm") and len(node.inputs) > 2 else None
         if given is not None and beta:
-            row = _row(given, n, 2)
+            row = row_of(given, n, 2)
             if row is None:
                 return None, given, node
             return self._constants.add(f"{node.name}.bias", (row * beta).astype(np.float32)), None, node
         follower = sole_reader(node.outputs[0])
         if follower is not None and is_op(follower, "Add"):
             other = follower.inputs[1 if follower.inputs[0] is node.outputs[0] else 0]
-            row = _row(other, n, _rank(node.outputs[0]))
+            row = row_of(other, n, rank_of(node.outputs[0]))
             if row is not None:
                 return self._constants.add(f"{node.name}.bias", row), None, follower
         return None, None, node
@@ -518,7 +281,7 @@ class _Emitter:
 
     def _transposed_conv(self, node: ir.Node, report: _Report) -> None:
         try:
-            weight, tensor, _ = _weight(node)
+            weight, tensor, _ = weight_of(node)
             if tensor.size < MIN_ELEMENTS:
                 raise Leave(f"fewer than {MIN_ELEMENTS} weights")
         except Leave as leave:
@@ -540,7 +303,7 @@ class _Emitter:
             raise ValueError(f"{reader.name!r} has no data input")
         if value not in self._codes:
             name = value.name or ""
-            affine = Affine.of(self._spans[_root(value).name or ""])
+            affine = Affine.of(self._spans[root_of(value).name or ""])
             codes = self._meaning(name, affine)
             quantize = ir.node("QuantizeLinear", [value, codes.scale, codes.zero], name=f"{name}.quantize")
             self._place(quantize, f"{name}.codes", value, ir.DataType.UINT8)
@@ -557,12 +320,12 @@ class _Emitter:
 
     def _give_codes(self, node: ir.Node) -> None:
         """Quantize a node's result; what only cut it off is dropped, since the codes end there."""
-        result = _result(node)
+        result = result_of(node)
         own = node.outputs[0]
         codes = self._meaning(result.name or "", self._affine(node))
         quantize = ir.node("QuantizeLinear", [own, codes.scale, codes.zero], name=f"{result.name}.quantize")
         self._place(quantize, f"{result.name}.codes", result, ir.DataType.UINT8)
-        absorbed = _absorbed(node)
+        absorbed = absorbed_by(node)
         restore = self._restoring(result, dataclasses.replace(codes, value=quantize.outputs[0]))
         ir.convenience.replace_all_uses_with(result, restore.outputs[0], replace_graph_outputs=True)
         for follower in reversed(absorbed):
@@ -625,9 +388,9 @@ class _Emitter:
 
     def _affine(self, node: ir.Node) -> Affine:
         """The codes of a node's result: those of the Concat that alone reads it, where all its inputs are such."""
-        result = _result(node)
+        result = result_of(node)
         reader = sole_reader(result)
         if reader in self._plan.joins:
             return self._affine(reader)
-        span, (low, high) = self._spans[result.name or ""], _cut_off(node)
+        span, (low, high) = self._spans[result.name or ""], cut_off(node)
         return Affine.of(Range(max(span.low, low), min(span.high, high)))
