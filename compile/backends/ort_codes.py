@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from compile.backends.ort_rewrite import MIN_ELEMENTS, Leave, attribute, behind_cast, is_op, scalar, sole_reader
+from compile.backends.ort_rewrite import MIN_ELEMENTS, Leave, attribute, behind_cast, ints, is_op, scalar, sole_reader
 from compile.graph import constant, dims_of, ir
 
 # Operators with a kernel for codes whose result has a range of its own.
@@ -51,6 +51,7 @@ def wanted(model: ir.Model) -> list[str]:
 
 
 def plan_codes(model: ir.Model, unfit: Mapping[str, str]) -> Plan:
+    """The plan for a graph in which the values named in `unfit` must stay float, each for the reason given."""
     left: dict[ir.Node, str] = {}
     on_codes: dict[ir.Node, None] = {}
     matrices: dict[ir.Node, None] = {}
@@ -133,7 +134,8 @@ def weight_of(node: ir.Node) -> tuple[ir.Value, ir.TensorProtocol, bool]:
     producer = value.producer() if value is not None else None
     if producer is not None and is_op(producer, "Transpose") and is_op(node, "MatMul", "Gemm"):
         behind = behind_cast(producer.inputs[0])
-        if constant(behind) is not None and len(dims_of(constant(behind))) == 2:  # type: ignore[arg-type]
+        matrix = constant(behind)
+        if matrix is not None and len(matrix.shape) == 2 and ints(producer, "perm") in ([], [1, 0]):
             value, transposed = behind, True
     if producer is not None and is_op(producer, "DequantizeLinear"):
         raise Leave("quantized in the source already")
@@ -214,6 +216,7 @@ def row_of(value: ir.Value | None, n: int, rank: int) -> npt.NDArray[np.float32]
 
 
 def rank_of(value: ir.Value | None) -> int:
+    """Dimensions of a value; 0 where they are not known."""
     return len(value.shape) if value is not None and value.shape is not None else 0
 
 
@@ -223,6 +226,7 @@ def _captured(value: ir.Value) -> bool:
 
 
 def is_product(node: ir.Node) -> bool:
+    """Whether the scheme quantizes the node's weight together with its data."""
     return is_op(node, "Conv", "MatMul", "Gemm")
 
 

@@ -76,7 +76,7 @@ def test_the_results_stay(tmp_path: Path, kind: str, scheme: str) -> None:
     form = FORMS[kind]
     proto = form.build()
     path, out, warnings = save(tmp_path, proto), tmp_path / "m.tfb", Warnings()
-    options = Options(scheme, tuple(map(parse_shape, form.shapes)))
+    options = Options(scheme, tuple(map(parse_shape, form.shapes)), random=True)
     manifest = compile_model(path, BOARD, out, options, warnings)
     verify_files(out, manifest)
     for seed in (100, 101):
@@ -132,7 +132,7 @@ def test_two_weights_in_one_file(tmp_path: Path) -> None:
     x = normal(2, 40, seed=9)
     for scheme, limit in LIMITS.items():
         out = tmp_path / f"{scheme}.tfb"
-        manifest = compile_model(path, BOARD, out, Options(scheme))
+        manifest = compile_model(path, BOARD, out, Options(scheme, random=True))
         assert_close({"y": x @ w @ v}, run_bundle(out, manifest, {"x": x}), limit)
         assert not (out / "segments/w.bin").exists()
 
@@ -197,7 +197,7 @@ def test_weights_never_stand_in_the_graph_file(tmp_path: Path) -> None:
     path = save(tmp_path, model(nodes, [value("x", [2, 256])], [value("h11", None)], weights))
     assert path.stat().st_size > 3 * MIB
     for scheme in LIMITS:
-        compile_model(path, BOARD, tmp_path / f"{scheme}.tfb", Options(scheme))
+        compile_model(path, BOARD, tmp_path / f"{scheme}.tfb", Options(scheme, random=True))
         assert (tmp_path / f"{scheme}.tfb/segments/00.onnx").stat().st_size < 16 << 10
 
 

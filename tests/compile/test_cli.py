@@ -102,7 +102,7 @@ def test_options_are_checked_before_the_model_is_read(tightfit: Run, tmp_path: P
 
 def test_a_scheme_the_board_cannot_execute(tightfit: Run, tmp_path: Path) -> None:
     target = board(tmp_path, dtypes=NO_INT4)
-    words = "needs int4, which mine .* cannot execute.*available there: fp32, int8-dynamic, int8-weights"
+    words = "needs int4, which mine .* cannot execute.*available there: fp32, int8-dynamic, int8-static, int8-weights"
     refused(tightfit, tmp_path, words, mlp(tmp_path), "--target", target, "--scheme", "int4")
 
 
@@ -124,7 +124,8 @@ def test_a_board_that_is_too_small(tightfit: Run, tmp_path: Path) -> None:
 
 
 CALIB: dict[str, tuple[dict[str, Any] | bytes, str]] = {
-    "dtype": ({"x": normal(1, 64).astype(np.float64)}, "input 'x' is float64"),
+    "dtype": ({"x": np.zeros((1, 64), np.int32)}, "input 'x' is int32"),
+    "nan": ({"x": np.full((1, 64), np.nan, np.float32)}, "'x' holds NaN"),
     "shape": ({"x": normal(1, 63)}, "size 63 on axis 1"),
     "missing input": ({}, "holds no samples|input 'x' is missing"),
     "unknown input": ({"x": normal(1, 64), "q": normal(1)}, "unknown input 'q'"),

@@ -42,7 +42,9 @@ def observe_once(*arguments):
 
 ort.observe = observe_once
 for scheme in sys.argv[3:]:
-    options = Options(scheme=scheme, shapes=(parse_shape("i=1..4"),), assets=(source.with_name("labels.txt"),))
+    options = Options(
+        scheme, (parse_shape("i=1..4"),), assets=(source.with_name("labels.txt"),), random=True
+    )
     compile_model(source, board, out / scheme, options)
 """
 
