@@ -175,7 +175,13 @@ def _options(scheme: str, inputs: dict[str, Any], folder: Path) -> Options:
         np.savez(calib, **inputs)
     shapes = tuple((n, tuple(map(_fixed, v.shape))) for n, v in inputs.items() if isinstance(v, np.ndarray))
     # Accuracy is not what is asked here: the schemes must leave every model valid.
-    return Options(scheme=scheme, calib=calib, shapes=shapes, max_error=None if scheme == "fp32" else 1e30)
+    limit = None if scheme == "fp32" else 1e30
+    return Options(scheme=scheme, calib=calib, random=calib is None or _nan(inputs), shapes=shapes, max_error=limit)
+
+
+def _nan(inputs: dict[str, Any]) -> bool:
+    """Whether an input holds NaN, on which nothing can be calibrated."""
+    return any(v.dtype.kind == "f" and bool(np.isnan(v).any()) for v in inputs.values())
 
 
 def _fixed(size: int) -> DimRange:

@@ -131,11 +131,16 @@ READERS: dict[str, Reader] = {
 
 
 def iterate(
-    path: Path, contract: Contract, warn: Warn | None = None, readers: Mapping[str, Reader] = READERS
+    path: Path,
+    contract: Contract,
+    warn: Warn | None = None,
+    readers: Mapping[str, Reader] = READERS,
+    allow_nan: bool = False,
 ) -> Iterator[Sample]:
     """The samples of a file or folder one by one, checked against the contract.
 
-    Raises DataError that names the file and the array. float64 for a float32 input is cast, and `warn` told.
+    Raises DataError that names the file and the array. float64 for a float32 input is cast, and `warn` told. NaN is
+    refused unless `allow_nan`: no range can be found on it.
     """
     hint = f"available forms: {', '.join(readers)}, or a folder of them"
     if not path.exists():
@@ -148,14 +153,23 @@ def iterate(
     for file in files:
         for sample in readers[file.suffix](file, contract):
             empty = False
-            yield _checked(sample, contract, file, cast, warn)
+            checked = _checked(sample, contract, file, cast, warn)
+            if not allow_nan:
+                _check_nan(checked, file)
+            yield checked
     if empty:
         raise DataError(f"{path} holds no samples", "its arrays are empty")
 
 
 def read_samples(path: Path, contract: Contract, limit: int, warn: Warn | None = None) -> list[Sample]:
-    """At most `limit` samples, as `iterate` gives them."""
-    return list(itertools.islice(iterate(path, contract, warn), limit))
+    """At most `limit` samples to verify on, as `iterate` gives them; some models are about NaN."""
+    return list(itertools.islice(iterate(path, contract, warn, allow_nan=True), limit))
+
+
+def _check_nan(sample: Sample, file: Path) -> None:
+    for name, array in sample.items():
+        if array.dtype.kind == "f" and np.isnan(array).any():
+            raise DataError(f"{file}: {name!r} holds NaN", "remove that sample, or repair what made it")
 
 
 def _checked(sample: Sample, contract: Contract, file: Path, cast: set[str], warn: Warn | None) -> Sample:
@@ -172,8 +186,6 @@ def _checked(sample: Sample, contract: Contract, file: Path, cast: set[str], war
         dtype = DType.STRING if array.dtype.kind in "USO" else _FROM_NUMPY.get(array.dtype)
         if dtype is None:
             raise DataError(f"{file}: {name!r} has element type {array.dtype}, which no model input has")
-        if array.dtype.kind == "f" and np.isnan(array).any():
-            raise DataError(f"{file}: {name!r} holds NaN", "remove that sample, or repair what made it")
         given[name] = dtype, array.shape
     try:
         contract.check_inputs(given)

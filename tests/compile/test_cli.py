@@ -125,7 +125,6 @@ def test_a_board_that_is_too_small(tightfit: Run, tmp_path: Path) -> None:
 
 CALIB: dict[str, tuple[dict[str, Any] | bytes, str]] = {
     "dtype": ({"x": np.zeros((1, 64), np.int32)}, "input 'x' is int32"),
-    "nan": ({"x": np.full((1, 64), np.nan, np.float32)}, "'x' holds NaN"),
     "shape": ({"x": normal(1, 63)}, "size 63 on axis 1"),
     "missing input": ({}, "holds no samples|input 'x' is missing"),
     "unknown input": ({"x": normal(1, 64), "q": normal(1)}, "unknown input 'q'"),

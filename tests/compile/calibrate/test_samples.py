@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compile.calibrate.samples import read_npz, read_samples
+from compile.calibrate.samples import iterate, read_npz, read_samples
 from compile.calibrate.synthetic import corners, random_samples
 from compile.errors import DataError
 from compile.graph import load_model
@@ -53,7 +53,6 @@ def write(path: Path, **arrays: Any) -> Path:
 X, M = normal(2, 4), np.zeros(2, np.int64)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"x": X.astype(np.int32), "m": M}, "input 'x' is int32"),
-    "nan": ({"x": np.full((2, 4), np.nan, np.float32), "m": M}, "'x' holds NaN"),
     "shape": ({"x": normal(2, 5), "m": M}, "size 5 on axis 1"),
     "range": ({"x": normal(9, 4), "m": np.zeros(9, np.int64)}, "size 9 on axis 0"),
     "disagree": ({"x": X, "m": np.zeros(3, np.int64)}, "disagree on dimension 'n'"),
@@ -177,3 +176,10 @@ def test_float64_is_taken_as_float32_and_said_once(tmp_path: Path) -> None:
     assert [text.partition(": ")[2] for text in told] == [
         "'x' is float64; it is taken as the float32 that the model takes"
     ]
+
+
+def test_nan_is_refused_where_ranges_are_looked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.npz", x=np.full((2, 4), np.nan, np.float32), m=M)
+    assert np.isnan(read_samples(path, PAIR, 8)[0]["x"]).all()
+    with pytest.raises(DataError, match=r"bad\.npz: 'x' holds NaN"):
+        list(iterate(path, PAIR))
