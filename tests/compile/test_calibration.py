@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
+from compile.__main__ import compile_command
 from compile.pipeline import Options, compile_model
 from compile.shapes import parse_shape
 from targets.board import load_board
@@ -123,3 +125,7 @@ def _scales(bundle: Path) -> dict[str, Array]:
         for tensor in onnx.load(str(path), load_external_data=False).graph.initializer
         if tensor.name.endswith(".scale") and not tensor.external_data
     }
+
+
+def test_the_command_line_and_the_pipeline_have_one_default_method() -> None:
+    assert inspect.signature(compile_command).parameters["calibrate_with"].default == Options().calibrate_with
