@@ -275,7 +275,8 @@ def _loading(part: WeightFootprint, index: int) -> tuple[int, int]:
     Its weights are let go one at a time while copies are made; where the optimizer takes more, nothing is mapped.
     """
     copying = part.transit_heap + (index if part.indexes else 0)
-    return (copying, part.transit_file) if copying + part.transit_file > part.optimizing else (part.optimizing, 0)
+    optimizing = part.optimizing - (part.heap - part.rearranged)
+    return (copying, part.transit_file) if copying + part.transit_file > optimizing else (optimizing, 0)
 
 
 def _heap_terms(parts: Sequence[WeightFootprint], index: int) -> _WeightTerms:
@@ -304,7 +305,10 @@ def _unpacked_terms(parts: Sequence[WeightFootprint], _index: int) -> _WeightTer
     in_transit = max(part.optimizing for part in parts)
     return _WeightTerms(
         _terms(session, heap + in_transit, 0),
-        _terms(session, heap, _sum(parts, "sources") + _sum(parts, "mapped")),
+        (
+            *_terms(session, heap, _sum(parts, "sources") + _sum(parts, "mapped")),
+            Term("scratch", "anonymous", max(part.unpacked_scratch for part in parts)),
+        ),
     )
 
 

@@ -97,7 +97,9 @@ class WeightFootprint:
     transit_file: int = 0
     """What is there besides while the largest copy is made: what making it takes, and its source."""
     optimizing: int = 0
-    """What is there besides all that stays while the optimizer lays weights out, before the rest is loaded."""
+    """What is there besides while the optimizer makes `rearranged`, before any of the other copies."""
+    unpacked_scratch: int = 0
+    """The most that a kernel takes beside the arena, while it runs, when its weight was not laid out."""
     indexes: bool = False
     """Whether loading already asks the arena for memory."""
 

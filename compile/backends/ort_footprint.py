@@ -38,6 +38,7 @@ class _Weights:
     filters: dict[str, int] = dataclasses.field(default_factory=dict)
     touched: set[str] = dataclasses.field(default_factory=set)
     scratch: dict[str, int] = dataclasses.field(default_factory=dict)
+    widened: int = 0
 
 
 def weight_footprint(model: ir.Model) -> WeightFootprint:
@@ -70,6 +71,8 @@ def _count(found: _Weights, node: ir.Node, index: int, name: str, nbytes: int, c
             if index == _SCALES:
                 codes = node.inputs[1]
                 found.scratch[(codes.name if codes else None) or ""] = nbytes
+                # Without a copy to multiply with, the kernel widens the whole matrix to float32 first.
+                found.widened = max(found.widened, 4 * node.attributes["K"].as_int() * node.attributes["N"].as_int())
         return
     found.heap[name] = copy
     if node.op_type == "Conv":
@@ -88,8 +91,6 @@ def _summary(found: _Weights, nodes: int, indexes: bool) -> WeightFootprint:
         + len(found.filters) * BLOCKED_CONV_BYTES
         + len(found.scratch) * BLOCK_KERNEL_BYTES
     )
-    # Then nothing else is laid out yet, and of the session there is the graph: about a half.
-    still_to_come = heap - rearranged + session // 2
     return WeightFootprint(
         heap=heap,
         mapped=sum(found.mapped.values()),
@@ -102,7 +103,8 @@ def _summary(found: _Weights, nodes: int, indexes: bool) -> WeightFootprint:
         touched=sum(found.mapped[name] for name in found.touched | tied),
         transit_heap=transit[0],
         transit_file=transit[1],
-        optimizing=max((FILTER_COPIES - 1) * max(found.filters.values(), default=0) - still_to_come, 0),
+        optimizing=(FILTER_COPIES - 1) * max(found.filters.values(), default=0),
+        unpacked_scratch=found.widened,
         indexes=indexes,
     )
 
