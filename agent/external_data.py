@@ -1,4 +1,4 @@
-"""How many bytes of weights a graph refers to, without the onnx library, which a board does not have.
+"""Which weights outside of its file a graph refers to, without the onnx library, which a board does not have.
 
 Reads the protobuf wire format (https://protobuf.dev/programming-guides/encoding/) of an ONNX ModelProto along the few
 fields that lead to external data; everything else is skipped unread.
@@ -6,12 +6,15 @@ fields that lead to external data; everything else is skipped unread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from agent.errors import AgentError
 
 Message = memoryview
+# Tensors begin on pages of their own; what lies between neighbours is no more than a page.
+_GAP_BYTES = 4096
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # A varint has at most ten bytes of seven bits each.
 _VARINT_BITS = 70
@@ -25,24 +28,55 @@ _TENSOR_EXTERNAL_DATA = 13
 _ENTRY_KEY, _ENTRY_VALUE = 1, 2
 
 
-def external_bytes(path: Path) -> int:
-    """Bytes of all tensors that the graph keeps outside of its file, subgraphs included.
+@dataclass(frozen=True)
+class Region:
+    """Bytes of a file."""
 
-    A tensor that states no length counts as its whole file. Raises AgentError when `path` is no ONNX graph.
+    file: Path
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+def external_bytes(path: Path) -> int:
+    """Bytes of all tensors that the graph keeps outside of its file, as `external_regions` has them."""
+    return sum(region.nbytes for region in external_regions(path))
+
+
+def external_regions(path: Path) -> tuple[Region, ...]:
+    """Where the tensors are that the graph keeps outside of its file, subgraphs included; neighbours are joined.
+
+    A tensor that states no length is the rest of its file. Raises AgentError when `path` is no ONNX graph.
     """
     try:
         # Only the graph and what is too small to be kept outside: the weights are not in this file.
-        return sum(_length(path.parent, entry) for entry in _model(memoryview(path.read_bytes())))
+        return _joined(_region(path.parent, entry) for entry in _model(memoryview(path.read_bytes())))
     except OSError as error:
         raise AgentError(f"{path.name} cannot be read: {error.strerror}") from None
     except (ValueError, IndexError, RecursionError):
         raise AgentError(f"{path.name} is not an ONNX graph", "copy the bundle again") from None
 
 
-def _length(folder: Path, entry: dict[str, str]) -> int:
+def _region(folder: Path, entry: dict[str, str]) -> Region:
+    file, offset = folder / entry.get("location", ""), max(int(entry.get("offset", "0")), 0)
     if "length" in entry:
-        return max(int(entry["length"]), 0)
-    return (folder / entry.get("location", "")).stat().st_size
+        return Region(file, offset, max(int(entry["length"]), 0))
+    return Region(file, offset, max(file.stat().st_size - offset, 0))
+
+
+def _joined(regions: Iterable[Region]) -> tuple[Region, ...]:
+    """The same bytes in as few regions as can be; a tensor that is referred to twice counts once."""
+    joined: list[Region] = []
+    for region in sorted(set(regions), key=lambda each: (each.file, each.offset)):
+        last = joined[-1] if joined else None
+        if last is not None and last.file == region.file and region.offset <= last.end + _GAP_BYTES:
+            joined[-1] = Region(last.file, last.offset, max(last.end, region.end) - last.offset)
+        else:
+            joined.append(region)
+    return tuple(joined)
 
 
 def _model(message: Message) -> Iterator[dict[str, str]]:

@@ -15,9 +15,6 @@ from targets.errors import BudgetError, BundleError
 from targets.recipe import asset_of, check_input, check_outputs, memory_bytes, read_labels
 from targets.tensor import Contract, human
 
-LAID_OUT = frozenset({Residency.MAPPED, Residency.STREAMED})
-"""Residencies whose weights come from files that `tightfit-agent finalise` makes."""
-
 
 @dataclass(frozen=True)
 class Model:
@@ -46,7 +43,7 @@ class Model:
     @property
     def to_lay_out(self) -> tuple[int, ...]:
         """Segments that are served from laid-out files, by position."""
-        return tuple(step for step, residency in enumerate(self.residencies) if residency in LAID_OUT)
+        return tuple(step for step, residency in enumerate(self.residencies) if residency.needs_finalise)
 
     @property
     def planned(self) -> bool:

@@ -244,7 +244,7 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residency: Re
             ),
         ),
     ]
-    if residency in (Residency.MAPPED, Residency.STREAMED):
+    if residency.needs_finalise:
         phases.insert(0, Phase(FINALISE, (*fixed, *_finalise_terms(needs.weights, index))))
     return MemoryPlan(budget_bytes(board), slots, tuple(phases), arena)
 
@@ -312,17 +312,25 @@ def _unpacked_terms(parts: Sequence[WeightFootprint], _index: int) -> _WeightTer
     )
 
 
-def _streamed_terms(parts: Sequence[WeightFootprint], _index: int) -> _WeightTerms:
-    """The segment that runs and the one that is read ahead, at the worst moment of a sweep that begins again. None is
-    opened before its turn, so that loading takes nothing.
+def _streamed_terms(parts: Sequence[WeightFootprint], index: int) -> _WeightTerms:
+    """The segment that runs while the next one is loaded as on the heap, at the worst moment of a sweep that begins
+    again. None is opened before its turn, so that loading takes nothing.
 
     How far the next one is when a segment ends is a matter of speed; the plan holds for any.
     """
-    pairs = list(zip(parts, (*parts[1:], parts[0]), strict=True)) if len(parts) > 1 else [(parts[0],)]
-    mapped = max(_sum(pair, "copies") + _sum(pair, "mapped") for pair in pairs)
-    session = max(_sum(pair, "session") for pair in pairs) + _being_made(parts)
-    compared, source = max(((part.largest + part.transit_heap, part.transit_file) for part in parts), key=sum)
-    return _WeightTerms(_terms(0, 0, 0), _terms(session, compared, mapped + source))
+    alone = len(parts) == 1
+    moments = []
+    for here, ahead in zip(parts, (*parts[1:], parts[0]), strict=True):
+        both = [ahead] if alone else [here, ahead]
+        copying, source = _loading(ahead, index)
+        moments.append(
+            _terms(
+                _sum(both, "session") + _being_made([ahead]),
+                _sum(both, "heap") + copying,
+                _sum(both, "mapped") + source,
+            )
+        )
+    return _WeightTerms(_terms(0, 0, 0), max(moments, key=lambda terms: sum(term.nbytes for term in terms)))
 
 
 def _finalise_terms(parts: Sequence[WeightFootprint], index: int) -> tuple[Term, ...]:

@@ -217,7 +217,7 @@ def started(command: list[str], limit: Limit | None, folder: Path) -> Iterator[S
 
 def needs_finalise(manifest: Manifest) -> bool:
     """Whether weights must be laid out anew on the board before the bundle can be served."""
-    return any(segment.residency in (Residency.MAPPED, Residency.STREAMED) for segment in manifest.segments)
+    return any(segment.residency.needs_finalise for segment in manifest.segments)
 
 
 def drop_from_page_cache(bundle: Path, manifest: Manifest) -> None:

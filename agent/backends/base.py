@@ -23,7 +23,7 @@ Array = NDArray[np.generic]
 class SessionOptions:
     """How a segment is loaded; `settings` are the runtime's own, and what the bundle's plan rests on.
 
-    A graph that is to be mapped or streamed must be one that `Backend.lay_out` wrote.
+    A graph that is to be mapped must be one that `Backend.lay_out` wrote.
     """
 
     threads: int

@@ -28,8 +28,6 @@ _SMALLEST_CHUNK_BYTES = 64 << 10
 _SETTINGS = {"session.use_env_allocators": "1", "session.intra_op.allow_spinning": "0"}
 # What a bundle may set: how its memory was planned, nothing that names files, loads libraries or opens sockets.
 _FROM_BUNDLE = frozenset({*_SETTINGS, "session.use_device_allocator_for_initializers", "session.disable_prepacking"})
-# A graph that was laid out was optimized before it was saved; it is to stay the graph that its weights were made for.
-_OPTIMIZED = frozenset({Residency.MAPPED, Residency.STREAMED})
 _NOT_LAID_OUT = {"session.disable_prepacking": "1"}
 # Smaller tensors stay in the graph file, where they cost no page of their own.
 _INLINE_BYTES = 1024
@@ -57,7 +55,8 @@ def prepare(arena: ArenaOptions) -> None:
 
 def load_session(path: Path, options: SessionOptions) -> Session:
     settings = _settings(options)
-    if options.residency in _OPTIMIZED:
+    if options.residency.needs_finalise:
+        # It was optimized before it was saved, and is to stay the graph that its weights were laid out for.
         settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     return _Session(_open(path, settings))
 

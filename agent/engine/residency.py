@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent.backends.base import Backend, BackendError, Session, SessionOptions
+from agent.external_data import Region
 from targets.bundle import Residency
 
 # malloc.h; setting it, even to what it is, ends its adjustment.
@@ -34,11 +35,11 @@ _MMAP_THRESHOLD_BYTES = 128 << 10
 
 @dataclass(frozen=True)
 class Source:
-    """What a segment is opened from; `files` are all that opening it reads, the graph included."""
+    """What a segment is opened from; `weights` are the bytes that opening it reads beside the graph."""
 
     graph: Path
     options: SessionOptions
-    files: tuple[Path, ...] = ()
+    weights: tuple[Region, ...] = ()
 
 
 class Sessions:
@@ -53,7 +54,7 @@ class Sessions:
         self._ahead: tuple[int, Future[Session]] | None = None
         self._thread = ThreadPoolExecutor(1, "read-ahead")
         self.streamed_bytes = 0
-        """Size of all files that were opened for a turn so far."""
+        """Bytes of the weights that were opened for a turn so far."""
 
     @contextlib.contextmanager
     def turn(self, step: int) -> Iterator[Session]:
@@ -103,11 +104,11 @@ class Sessions:
             self._drop(step, future.result())
 
     def _open(self, step: int) -> Session:
-        _advise(self._sources[step].files, os.POSIX_FADV_WILLNEED)
+        _advise(self._sources[step].weights, os.POSIX_FADV_WILLNEED)
         # What opening read and the run will not is left to the kernel until the turn ends: to drop it here would also
-        # drop the copies that were read ahead and no page table holds yet, a tenth of what a pass reads.
+        # drop what was read ahead and no page table holds yet.
         session = self._load(step)
-        self.streamed_bytes += sum(file.stat().st_size for file in self._sources[step].files)
+        self.streamed_bytes += sum(region.nbytes for region in self._sources[step].weights)
         return session
 
     def _load(self, step: int) -> Session:
@@ -117,13 +118,13 @@ class Sessions:
     def _load_to_stay(self, step: int) -> Session:
         session = self._load(step)
         # Opening reads more than stays mapped; pages that are mapped are not touched by this.
-        _advise(self._sources[step].files, os.POSIX_FADV_DONTNEED)
+        _advise(self._sources[step].weights, os.POSIX_FADV_DONTNEED)
         return session
 
     def _drop(self, step: int, session: Session) -> None:
         session.close()
         trim_heap()
-        _advise(self._sources[step].files, os.POSIX_FADV_DONTNEED)
+        _advise(self._sources[step].weights, os.POSIX_FADV_DONTNEED)
 
 
 def trim_heap() -> None:
@@ -140,12 +141,12 @@ def give_freed_blocks_back() -> None:
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
-def _advise(files: Sequence[Path], advice: int) -> None:
-    """posix_fadvise(2) on whole files: a hint, so what cannot be opened is left for the runtime to complain about."""
-    for file in files:
+def _advise(regions: Sequence[Region], advice: int) -> None:
+    """posix_fadvise(2): a hint, so what cannot be opened is left for the runtime to complain about."""
+    for region in regions:
         with contextlib.suppress(OSError):
-            descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(region.file, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                os.posix_fadvise(descriptor, 0, 0, advice)
+                os.posix_fadvise(descriptor, region.offset, region.nbytes, advice)
             finally:
                 os.close(descriptor)

@@ -40,7 +40,7 @@ def _state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    return bundles.chain(tmp_path / "chain.tfb", [MAPPED, HEAP, STREAMED])
+    return bundles.chain(tmp_path / "chain.tfb", [MAPPED, HEAP, MAPPED])
 
 
 def build(bundle: Path) -> finalise.Report:
@@ -114,18 +114,18 @@ def test_as_json(bundle: Path) -> None:
 
 
 def test_nothing_to_build(tmp_path: Path) -> None:
-    bundle = bundles.chain(tmp_path / "chain.tfb", [HEAP, UNPACKED])
+    bundle = bundles.chain(tmp_path / "chain.tfb", [HEAP, UNPACKED, STREAMED])
     code, out, err = run(bundle)
     assert (code, err) == (0, "")
-    assert out.endswith("nothing to build, no segment is mapped or streamed\n")
+    assert out.endswith("nothing to build, no segment is mapped\n")
     assert json.loads(run(bundle, "--json")[1])["state"] == "nothing to build"
     assert not (tmp_path / "state").exists()
 
 
 def test_a_segment_without_weights(tmp_path: Path) -> None:
     bundle = bundles.add(tmp_path / "add.tfb")
-    assert run(bundle, "--residency", "streamed")[0] == 0
-    with serving(bundle, tmp_path / "log", "--residency", "streamed") as agent:
+    assert run(bundle, "--residency", "mapped")[0] == 0
+    with serving(bundle, tmp_path / "log", "--residency", "mapped") as agent:
         body = {
             "inputs": [{"name": n, "datatype": "FP32", "shape": [1, 8], "data": [1.0] * 8} for n in "ab"],
             "outputs": [{"name": "scaled"}],
