@@ -18,7 +18,7 @@ import numpy as np
 
 from compile.backends import ort_codes, ort_fuse, ort_static
 from compile.backends.base import Lowered
-from compile.backends.ort_rewrite import CONTRIB, MIN_ELEMENTS, Leave, attribute, behind_cast, graph_of
+from compile.backends.ort_rewrite import CONTRIB, MIN_ELEMENTS, Leave, attribute, behind_cast, graph_of, is_op
 from compile.calibrate.collectors import Range, Unfit
 from compile.graph import STORAGE, FreshNames, constant, dims_of, ir, nodes_of
 from compile.passes.base import run_passes
@@ -64,7 +64,7 @@ class Weight:
 
 def prepare(model: ir.Model, scheme: Scheme) -> list[str]:
     """Bring the graph into the form that is calibrated; names of the values whose ranges `lower` then needs."""
-    if not scheme.static:
+    if not scheme.static or not any(is_op(node, *ort_static.QUANTIZED) for node in model.graph):
         return []
     run_passes(model, [LiftOpset(ort_static.OPSET), InferShapes()])
     ort_fuse.fuse(model)

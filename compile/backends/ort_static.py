@@ -60,6 +60,8 @@ from targets.bundle import LeftAlone
 
 # DequantizeLinear has had an axis since opset 13, and pooling, padding and resizing take uint8.
 OPSET = 13
+# Operators whose weights the scheme quantizes.
+QUANTIZED = ("Conv", "ConvTranspose", "MatMul", "Gemm")
 
 # Operators with weights for which there is no such kernel, with the reason.
 _NO_KERNEL = "no INT8 kernel for this operator"
