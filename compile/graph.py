@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from compile.errors import ModelError
 from compile.sparse import densify, proto_graphs
+from compile.wellformed import check_wellformed
 from targets.tensor import DType, human
 
 __all__ = [
@@ -87,6 +88,7 @@ def load_model(path: Path) -> ir.Model:
     _check_file(path)
     try:
         proto = onnx.load(path, load_external_data=False)
+        check_wellformed(proto, path)
         densify(proto, path)
         _check_stored_once(proto, path)
         model = ir.from_proto(proto)
@@ -100,7 +102,6 @@ def load_model(path: Path) -> ir.Model:
         if isinstance(tensor, ir.ExternalTensor):
             tensor.base_dir = path.parent
     _check_graph(model, path)
-    _check_inline_data(model, path)
     _check_external_data(model, path)
     return model
 
@@ -137,16 +138,13 @@ def _check_graph(model: ir.Model, path: Path) -> None:
 
 
 def _check_interface(graph: ir.Graph, path: Path) -> None:
-    """Inputs and outputs have names of their own; sizes of -1, which some exporters write, become open dimensions."""
+    """Inputs and outputs have names of their own."""
     for role, values in (("input", graph.inputs), ("output", graph.outputs)):
         name, count = collections.Counter(value.name for value in values).most_common(1)[0] if values else ("", 0)
         if count > 1:
             raise ModelError(f"{path}: {role} {name!r} is listed twice", "give the second one a name of its own")
         if any(not value.name for value in values):
             raise ModelError(f"{path}: an {role} has no name", "export the model again")
-    for value in (*graph.inputs, *graph.outputs):
-        if value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape):
-            value.shape = ir.Shape([None if isinstance(dim, int) and dim < 0 else dim for dim in value.shape])
 
 
 def _check_edges(model: ir.Model, path: Path) -> None:
@@ -169,21 +167,6 @@ def _check_edges(model: ir.Model, path: Path) -> None:
 
 def _is_made(value: ir.Value) -> bool:
     return value.producer() is not None or value.is_graph_input() or value.is_initializer()
-
-
-def _check_inline_data(model: ir.Model, path: Path) -> None:
-    """A tensor whose stated shape is larger than its data would be allocated at the stated size."""
-    for tensor in _tensors(model):
-        if tensor.dtype == ir.DataType.UNDEFINED:
-            raise ModelError(f"{path}: tensor {tensor.name!r} has no element type", "export the model again")
-        if not isinstance(tensor, ir.TensorProtoTensor) or not tensor.raw.HasField("raw_data"):
-            continue
-        if len(tensor.raw.raw_data) != tensor.nbytes:
-            raise ModelError(
-                f"{path}: tensor {tensor.name!r} needs {tensor.nbytes} bytes for its shape "
-                f"{list(dims_of(tensor))}, the file has {len(tensor.raw.raw_data)}",
-                "export the model again",
-            )
 
 
 def _check_file(path: Path) -> None:

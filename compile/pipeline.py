@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -273,6 +274,7 @@ def _transform(
     progress.phase("read")
     model = load_model(source)
     _check_opset(model, board)
+    runtime.check_operators(model)
     check_scales(model)
     stamp = SourceStamp.of(source, model)
     source_bytes = weight_nbytes(model)
@@ -285,9 +287,9 @@ def _transform(
     notes = run_passes(model, NORMALIZE, dump)
     for note in notes:
         progress.warn(note)
-    runtime.check_operators(model)
+    runtime.check_operators(model)  # those of functions too, now
     inputs = _inputs_contract(model, dims)
-    _check_sizes(model, inputs, board)
+    _check_sizes(model, inputs, board, options.host_memory)
     _check_recipe(model, dims, options)
     samples, sample_origin = _samples(model, inputs, options, progress)
     ranges, found, calibration = _calibrate(model, inputs, source, out, options, runtime, scheme, progress)
@@ -589,18 +591,35 @@ def _check_recipe(model: ir.Model, dims: dict[str, DimRange], options: Options) 
     read_labels(options.recipe, contract, read)
 
 
-def _check_sizes(model: ir.Model, contract: Contract, board: Board) -> None:
-    """No tensor may be larger than the board allows, before one is made: a small file can ask for terabytes."""
+# Of its inputs the compiler holds a sample for each corner of their ranges, and makes one in 8 bytes an element.
+_HELD = 8
+# So much is part of what the compiler itself takes.
+_ROOM = 100 * MIB
+
+
+def _check_sizes(model: ir.Model, contract: Contract, board: Board, host_memory: int) -> None:
+    """No tensor may be larger than the board allows, or than this host may hold, before one is made: a small file can
+    ask for terabytes."""
     ceiling = min(budget_bytes(board), board.memory.contiguous_ceiling_mib * MIB)
     hint = "use smaller shapes, or choose a larger board"
+    sizes = sizes_at(contract.dims, "max")
     for spec in contract.inputs:
+        # Also of a tensor without elements: numpy counts them without the axes that have none.
+        if math.prod(max(dim if isinstance(dim, int) else sizes[dim], 1) for dim in spec.shape) > 1 << 59:
+            raise BudgetError(f"input {spec.describe()} has a shape that no memory could hold", hint)
         if spec.max_nbytes > ceiling:
             raise BudgetError(
                 f"input {spec.describe()} takes {human(spec.max_nbytes)}; on {board.name} one tensor can have "
                 f"{human(ceiling)}",
                 hint,
             )
-    sizes = sizes_at(contract.dims, "max")
+    held, room = _HELD * sum(spec.max_nbytes for spec in contract.inputs), max(host_memory, _ROOM)
+    if held > room:
+        raise OptionError(
+            f"the inputs take {human(held // _HELD)}, and samples of them {human(held)}; compiling may take "
+            f"{human(room)}",
+            f"say --host-memory {-(-held // MIB)}MiB or more, or use smaller shapes",
+        )
     for node in nodes_of(model):
         for value in node.outputs:
             size = largest_nbytes(value, sizes)
@@ -609,6 +628,12 @@ def _check_sizes(model: ir.Model, contract: Contract, board: Board) -> None:
                     f"{node.op_type} node {node.name!r} makes a tensor of {human(size)}; on {board.name} one "
                     f"tensor can have {human(ceiling)}",
                     hint,
+                )
+            if size is not None and size > room:
+                raise OptionError(
+                    f"{node.op_type} node {node.name!r} makes a tensor of {human(size)}; compiling may take "
+                    f"{human(room)}",
+                    f"say --host-memory {-(-2 * size // MIB)}MiB or more, or use smaller shapes",
                 )
 
 

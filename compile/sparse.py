@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,7 @@ def densify(model: onnx.ModelProto, path: Path) -> None:
         for sparse in graph.sparse_initializer:
             graph.initializer.append(dense(sparse, sparse.values.name))
         graph.ClearField("sparse_initializer")
-    for node in _nodes(model):
+    for node in (*proto_nodes(model.graph.node), *(n for f in model.functions for n in proto_nodes(f.node))):
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.SPARSE_TENSOR:
                 made = dense(attribute.sparse_tensor, node.output[0] if node.output else node.name)
@@ -45,11 +45,19 @@ def densify(model: onnx.ModelProto, path: Path) -> None:
 
 def proto_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
     """The main graph and every subgraph, those of functions included."""
-    waiting = [model.graph, *(g for f in model.functions for node in f.node for g in _bodies(node))]
+    yield model.graph
+    for nodes in (model.graph.node, *(function.node for function in model.functions)):
+        for node in proto_nodes(nodes):
+            yield from _bodies(node)
+
+
+def proto_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """The nodes, and those of every subgraph below them."""
+    waiting = list(nodes)
     while waiting:
-        graph = waiting.pop()
-        yield graph
-        waiting.extend(body for node in graph.node for body in _bodies(node))
+        node = waiting.pop()
+        yield node
+        waiting.extend(inner for body in _bodies(node) for inner in body.node)
 
 
 def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
@@ -59,13 +67,6 @@ def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
         yield from attribute.graphs
 
 
-def _nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    for graph in proto_graphs(model):
-        yield from graph.node
-    for function in model.functions:
-        yield from function.node
-
-
 def _dense(sparse: onnx.SparseTensorProto, name: str, path: Path, room: int) -> onnx.TensorProto:
     """The tensor with zeros written out; indices are flat [NNZ] or by axis [NNZ, rank]."""
     dims, where = tuple(sparse.dims), f"{path}: sparse tensor {name!r}"
@@ -73,6 +74,8 @@ def _dense(sparse: onnx.SparseTensorProto, name: str, path: Path, room: int) -> 
         raise ModelError(f"{where} stands outside the model file", "save it inside, or as a dense tensor")
     values = onnx.numpy_helper.to_array(sparse.values)
     indices = onnx.numpy_helper.to_array(sparse.indices)
+    if indices.dtype != np.int64:
+        raise ModelError(f"{where} has indices of type {indices.dtype}, not int64", "export the model again")
     if values.ndim != 1 or values.dtype == object:
         raise ModelError(f"{where} has values of type {values.dtype}{list(values.shape)}", "export the model again")
     size = math.prod(dims) * values.itemsize

@@ -22,6 +22,8 @@ from targets.bundle import OutputError, SegmentError
 FLOAT_LIMIT = 1e-4
 # A source that computes in FP16 rounds every result to 11 bits (2^-11 each); the compiled model, in FP32, does not.
 HALF_LIMIT = 1e-2
+# Elements that are compared together, in 8 bytes each: outputs may be large.
+_PIECE = 1 << 20
 
 
 @dataclasses.dataclass
@@ -47,13 +49,17 @@ class Comparison:
         if reference.dtype.kind not in "fiub":
             different = int((reference != compiled).sum())
             reference, compiled = np.zeros(1), np.array([float(different > 0)])
+        for start in range(0, reference.size, _PIECE):
+            self._add_piece(*(array.reshape(-1)[start : start + _PIECE] for array in (reference, compiled)))
+        if reference.ndim and reference.shape[-1] > 1 and reference.size:
+            self.rows += reference[..., 0].size
+            self.rows_equal += int((reference.argmax(-1) == compiled.argmax(-1)).sum())
+
+    def _add_piece(self, reference: npt.NDArray[Any], compiled: npt.NDArray[Any]) -> None:
         a, b = reference.astype(np.float64), compiled.astype(np.float64)
         same_special = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
         if not (np.isfinite(b) | same_special).all():
             raise VerificationError(f"output {self.output!r} has NaN or infinity that the source model has not")
-        if a.ndim and a.shape[-1] > 1 and a.size:
-            self.rows += a[..., 0].size
-            self.rows_equal += int((a.argmax(-1) == b.argmax(-1)).sum())
         a, b = np.where(np.isfinite(a), a, 0), np.where(np.isfinite(a), b, 0)
         self.max_abs = max(self.max_abs, float(np.abs(a - b).max(initial=0)))
         self.square_error += float(((a - b) ** 2).sum())

@@ -19,13 +19,13 @@ version = ort_session.version
 
 
 def check_operators(model: ir.Model) -> None:
-    """Raise ModelError for operators that onnxruntime has not, or has only in later opsets."""
+    """Raise ModelError for operators that onnxruntime and the model's functions have not, or only in later opsets."""
     known = ort_session.known_operators()
     unknown: dict[str, str] = {}
     for node in nodes_of(model):
         domain = "" if node.domain == "ai.onnx" else node.domain
         opset = model.graph.opset_imports.get(domain)
-        if known.get((domain, node.op_type), 1 << 31) > (opset or 1):
+        if node.op_identifier() not in model.functions and known.get((domain, node.op_type), 1 << 31) > (opset or 1):
             at = f" at opset {opset}" if opset and (domain, node.op_type) in known else ""
             unknown.setdefault(f"{domain or 'ai.onnx'}::{node.op_type}{at}", node.name or "")
     if unknown:

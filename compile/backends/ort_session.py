@@ -6,6 +6,7 @@ The compiler's only door to onnxruntime. Nothing here imports onnx, so that a pr
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state
 
 from compile.errors import VerificationError
+
+# One run; a model that needs longer is not going to serve anybody, and one whose loop has no end needs longer.
+RUN_TIMEOUT_S = 3600
 
 
 def version() -> str:
@@ -43,16 +47,24 @@ class OrtModel:
                 str(model) if isinstance(model, Path) else model,
                 options,
                 providers=["CPUExecutionProvider"],
+                enable_fallback=0,  # it would print, and try the same again
             )
         except Exception as error:  # noqa: BLE001 - its exceptions share no base class
             raise VerificationError(f"onnxruntime cannot load {name}: {one_line(error)}") from None
         self.outputs = [output.name for output in self._session.get_outputs()]
 
     def run(self, inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        options = onnxruntime.RunOptions()
+        alarm = threading.Timer(RUN_TIMEOUT_S, setattr, (options, "terminate", True))
+        alarm.start()
         try:
-            values = self._session.run(None, dict(inputs))
+            values = self._session.run(None, dict(inputs), options)
         except Exception as error:  # noqa: BLE001 - its exceptions share no base class
+            if options.terminate:
+                raise VerificationError(f"onnxruntime ran the model for {RUN_TIMEOUT_S} s without an end") from None
             raise VerificationError(f"onnxruntime cannot run the model: {one_line(error)}") from None
+        finally:
+            alarm.cancel()
         return dict(zip(self.outputs, values, strict=True))
 
     def run_in_arena(self, inputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:

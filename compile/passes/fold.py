@@ -45,13 +45,14 @@ class FoldConstants(Pass):
         if model.graph.opset_imports.get("", 0) < _AXES_INPUT_OPSET and sequences(model):
             return ()
         try:
-            fold_constants(
-                model,
-                onnx_shape_inference=False,
-                input_size_limit=self.max_input_elements,
-                output_size_limit=self.max_output_elements,
-                should_fold=self._should_fold,
-            )
+            with np.errstate(all="ignore"):  # what comes out is what the runtime would compute
+                fold_constants(
+                    model,
+                    onnx_shape_inference=False,
+                    input_size_limit=self.max_input_elements,
+                    output_size_limit=self.max_output_elements,
+                    should_fold=self._should_fold,
+                )
         except RuntimeError as error:
             reason = error.__cause__ or error
             # Each node is replaced by itself, so the graph is whole; what the runtime refuses too, it will name.

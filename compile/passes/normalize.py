@@ -25,7 +25,11 @@ class InlineFunctions(Pass):
     ensures: ClassVar = ("no_functions",)
 
     def apply(self, model: ir.Model) -> None:
-        Sequential(common.InlinePass(), common.RemoveUnusedFunctionsPass())(model)  # type: ignore[no-untyped-call]
+        try:
+            Sequential(common.InlinePass(), common.RemoveUnusedFunctionsPass())(model)  # type: ignore[no-untyped-call]
+        except PassError as error:
+            reason = str(error.__cause__ or error).splitlines()[0]
+            raise ModelError(f"the model's functions cannot be inlined: {reason}", "export the model again") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +110,10 @@ class InferShapes(Pass):
         untyped = {value for node in nodes_of(model) for value in node.outputs if value.type is None}
         for value in declared:
             value.shape = None
-        common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+        _infer_graph(model)
         _infer_bodies(model)
         give_back()
+        _check_inferred(model)
         symbols = {str(dim) for value in model.graph.inputs for dim in value.shape or () if not isinstance(dim, int)}
         wrong: list[str] = []
         for value, shape in declared.items():
@@ -131,6 +136,37 @@ class InferShapes(Pass):
         return [f"the model states shapes that do not follow from its inputs: {'; '.join(wrong[:2])}{more}"]
 
 
+# A vector of so many elements is no shape.
+_LONG_VECTOR = 1 << 16
+
+
+def _infer_graph(model: ir.Model) -> None:
+    """Infer with the values of computed shapes, unless a long vector is cast: inference takes the vector for a shape,
+    and makes one of as many dimensions, each of 50 bytes and more."""
+    casts = [node.inputs[0] for node in nodes_of(model) if node.op_type in ("Cast", "CastLike")]
+    if casts:
+        common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
+    shapes = [value.shape for value in casts if value is not None and value.shape is not None]
+    if not any(len(shape) == 1 and isinstance(shape[0], int) and shape[0] > _LONG_VECTOR for shape in shapes):
+        common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+
+
+def _check_inferred(model: ir.Model) -> None:
+    """No operator, with the attributes and inputs that it has, makes what cannot be."""
+    for node in nodes_of(model):
+        for value in node.outputs:
+            if value.dtype == ir.DataType.UNDEFINED:
+                raise ModelError(
+                    f"{node.op_type} node {node.name!r} makes {value.name!r} of no element type",
+                    "export the model again",
+                )
+            if value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape):
+                raise ModelError(
+                    f"{node.op_type} node {node.name!r} makes {value.name!r} of shape {_shown(value.shape)}",
+                    "its inputs are too small for its attributes: use larger shapes, or export the model again",
+                )
+
+
 # Tensors of at most so many elements are shapes, counts and factors, which inference looks into.
 _SHAPE_ELEMENTS = 64
 
@@ -149,8 +185,10 @@ def _infer_node(node: ir.Node, opsets: list[onnx.OperatorSetIdProto], ir_version
     types: dict[str, onnx.TypeProto] = {}
     data: dict[str, onnx.TensorProto] = {}
     for value in node.inputs:
-        if value is None or not value.name or value.dtype is None:
+        if value is None or not value.name:
             continue
+        if value.dtype is None:
+            return
         dims = None if value.shape is None else [d if isinstance(d, int) else d.value for d in value.shape]
         types[value.name] = onnx.helper.make_tensor_type_proto(value.dtype, dims)
         tensor = constant(value)
@@ -161,7 +199,13 @@ def _infer_node(node: ir.Node, opsets: list[onnx.OperatorSetIdProto], ir_version
         found = onnx.shape_inference.infer_node_outputs(
             schema, ir.serde.serialize_node(node), types, data, opset_imports=opsets, ir_version=ir_version
         )
-    except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError, RuntimeError, ValueError):
+    except (
+        onnx.defs.SchemaError,
+        onnx.shape_inference.InferenceError,
+        onnx.checker.ValidationError,
+        RuntimeError,
+        ValueError,
+    ):
         return
     for value in node.outputs:
         made = found.get(value.name or "")
@@ -189,7 +233,7 @@ class AlignBroadcasts(Pass):
             [n for n in nodes_of(model) if "broadcast" in n.attributes and n.op_type in _ALIGNED] if opset < 7 else []
         )
         if nodes:
-            common.ShapeInferencePass(check_type=False, strict_mode=False)(model)
+            common.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
         names = FreshNames(model)
         for node in nodes:
             broadcast, axis = node.attributes.pop("broadcast").as_int(), node.attributes.pop("axis", None)

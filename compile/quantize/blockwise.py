@@ -143,13 +143,14 @@ def _quantize_tile(values: Float32, scales: Float32, low: Float32, form: BlockFo
 def _block_scales(values: Float32, form: BlockFormat) -> tuple[Float32, Float32]:
     """(scale, lowest value) of every block, [blocks, n], for values [blocks, block, n]."""
     low, high = values.min(axis=1), values.max(axis=1)
-    if form.zero_point:
-        np.minimum(low, 0, out=low)
-        np.maximum(high, 0, out=high)
-        scales = high / np.float32(form.levels) - low / np.float32(form.levels)
-    else:
-        # A signed extreme takes the code that has no positive counterpart, so all codes are used.
-        scales = np.where(high > -low, high, low) / np.float32(-(1 << (form.bits - 1)))
+    with np.errstate(invalid="ignore"):  # NaN and infinity are refused by their scales
+        if form.zero_point:
+            np.minimum(low, 0, out=low)
+            np.maximum(high, 0, out=high)
+            scales = high / np.float32(form.levels) - low / np.float32(form.levels)
+        else:
+            # A signed extreme takes the code that has no positive counterpart, so all codes are used.
+            scales = np.where(high > -low, high, low) / np.float32(-(1 << (form.bits - 1)))
     scales[np.abs(scales) < _TINY] = 1
     return scales, low
 
