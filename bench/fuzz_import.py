@@ -11,7 +11,8 @@ memory observed and planned. It must end in a bundle or in one line that says wh
 print nothing, stay below `--host-memory`, and end in time. Whatever else happens is a finding: it is tried again in a
 fresh process, and reduced to the mutations that it needs.
 
-Workers are processes of their own whose memory is limited (RLIMIT_DATA): what kills one is a result.
+Workers are processes of their own, whose memory is measured after every case, and ends at twice what it may be
+(RLIMIT_DATA): what kills one is a result.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from bench.machine import describe_machine, measured_on
 from bench.mutate_onnx import WEIGHTS, Case, Made, Seed, make, make_seeds, parsed, whole_case
 from compile.backends import ort_session
 from compile.pipeline import Options, Progress, compile_model
+from compile.processes import forget_peak, status_of
 from compile.quantize.schemes import SCHEMES
 from compile.shapes import ShapeRequest
 from targets.board import load_board
@@ -65,7 +67,6 @@ _KEPT = 300
 # A person reads one line.
 _LONGEST_LINE = 1000
 _OWN_FAULT = "please report this"
-_NO_MEMORY = re.compile(r"bad_alloc|bad allocation|Failed to allocate memory|not enough memory", re.IGNORECASE)
 
 
 class Outcome(str, enum.Enum):
@@ -163,8 +164,6 @@ def _refused(case: Case, phase: str, error: TightfitError) -> Result:
     outcome = Outcome.REFUSED
     if _OWN_FAULT in text:
         outcome = Outcome.TRACEBACK
-    elif _NO_MEMORY.search(text):
-        outcome = Outcome.MEMORY
     elif len(text) > _LONGEST_LINE or not text.isprintable():
         outcome = Outcome.UNCLEAN
     return Result(case, outcome, phase, f"{type(error).__name__}: {_one_line(error)}")
@@ -205,7 +204,7 @@ def _serve(pipe: Any, seeds: tuple[Seed, ...]) -> None:
     gc.collect()
     gc.freeze()
     ort_session.RUN_TIMEOUT_S = RUN_LIMIT_S
-    resource.setrlimit(resource.RLIMIT_DATA, (HOST_MEMORY, HOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_DATA, (2 * HOST_MEMORY, 2 * HOST_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with tempfile.TemporaryFile() as printed, tempfile.TemporaryDirectory(dir=_memory_disk()) as folder:
         os.dup2(printed.fileno(), 1)
@@ -215,13 +214,18 @@ def _serve(pipe: Any, seeds: tuple[Seed, ...]) -> None:
                 case = pipe.recv()
             except EOFError:
                 return
+            forget_peak(os.getpid())
             result = run_case(case, make(case, seeds), Path(folder))
+            status = status_of(os.getpid())
+            peak = status.peak_resident if status else 0
+            if peak > HOST_MEMORY:
+                result = Result(case, Outcome.MEMORY, result.phase, f"{peak >> 20} MiB: {result.reason}")
             text = os.pread(printed.fileno(), _KEPT, 0).decode(errors="replace")
             if text and result.outcome in (Outcome.COMPILED, Outcome.REFUSED):
                 result = Result(case, Outcome.UNCLEAN, result.phase, f"printed: {' '.join(text.split())}")
             os.ftruncate(printed.fileno(), 0)
             os.lseek(printed.fileno(), 0, os.SEEK_SET)
-            pipe.send(result)
+            pipe.send((result, peak))
 
 
 def _memory_disk() -> str | None:
@@ -277,9 +281,9 @@ class Lane:
             self._pipe.send(case)
             while self._used() - used < LIMIT_S and time.monotonic() - begun < STANDSTILL_S:
                 if self._pipe.poll(1.0):
-                    result: Result = self._pipe.recv()
-                    self._note_peak()
-                    return result
+                    result, peak = self._pipe.recv()
+                    self.peak = max(self.peak, peak)
+                    return result  # type: ignore[no-any-return]
             outcome, reason = Outcome.HUNG, f"no end within {LIMIT_S:.0f} s of processor time"
         except (EOFError, OSError):
             self._process.join()
@@ -308,12 +312,6 @@ class Lane:
             text = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii", errors="replace")
             return sum(map(int, text.rpartition(")")[2].split()[11:15])) / os.sysconf("SC_CLK_TCK")
         return 0.0
-
-    def _note_peak(self) -> None:
-        with contextlib.suppress(OSError):
-            text = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii", errors="replace")
-            found = re.search(r"VmHWM:\s+(\d+) kB", text)
-            self.peak = max(self.peak, int(found[1]) << 10 if found else 0)
 
 
 def run_cases(cases: Iterator[Case], seeds: Sequence[Seed], workers: int) -> Iterator[tuple[Result, int]]:
@@ -383,8 +381,8 @@ def report(tally: Tally, seeds: int, first: int, seconds: float) -> str:
             "",
             f"{tally.cases} cases from {seeds} seed models (seed {first}), each under one of {', '.join(SCHEMES)};",
             f"one in {TO_THE_END} was compiled to the end, the others to the end of the verification, which loads and",
-            f"runs source and result. Workers have {HOST_MEMORY >> 30} GiB (RLIMIT_DATA); the most that one had resident",
-            f"was {tally.peak >> 20} MiB. {seconds:.0f} s. Made by `python -m bench.fuzz_import --save`.",
+            f"runs source and result. Of the {HOST_MEMORY >> 20} MiB of --host-memory, at most {tally.peak >> 20}",
+            f"were resident. {seconds:.0f} s. Made by `python -m bench.fuzz_import --save`.",
             "",
             "| how it ended | cases | in " + " | ".join(phases) + " |",
             "|" + "---|" * (len(phases) + 2),

@@ -225,18 +225,20 @@ def _external_file(folder: Path, location: str, name: str, model: Path) -> Path:
             "weights must stand beside the model; do not trust this file",
         )
     file = folder / parts
-    for step in (file, *file.parents):
-        if step == folder:
-            break
-        if step.is_symlink():
-            raise ModelError(f"{model}: weight file {location} is reached through a link", "copy the file instead")
     try:
+        linked = any(step.is_symlink() for step in (file, *file.parents) if folder in step.parents)
         info = file.lstat()
-    except OSError:
+    except FileNotFoundError:
         listed = ", ".join(sorted(p.name for p in folder.iterdir())[:10])
         raise ModelError(
             f"{model}: weight file {location} is missing", f"it belongs beside the model; there: {listed}"
         ) from None
+    except OSError as error:
+        raise ModelError(
+            f"{model}: weight file {location} cannot be read: {error.strerror}", "save the weights under another name"
+        ) from None
+    if linked:
+        raise ModelError(f"{model}: weight file {location} is reached through a link", "copy the file instead")
     if not stat.S_ISREG(info.st_mode):
         raise ModelError(f"{model}: weight file {location} is not a plain file", "copy it again")
     if info.st_nlink > 1:

@@ -27,6 +27,7 @@ from compile.calibrate.synthetic import corners, largest_sample, random_samples
 from compile.dump import check_pass_name, dump_after
 from compile.errors import ModelError, OptionError, VerificationError
 from compile.graph import ir, load_model, nodes_of, weight_nbytes
+from compile.host import BoundedModel
 from compile.partition import Cut, cut, extract, positions, segments, static_sizes
 from compile.passes.base import Pass, run_passes
 from compile.passes.fold import FoldConstants
@@ -364,10 +365,17 @@ def _verify(
         Link(part.path.stem, part.inputs, part.outputs, functools.partial(runtime.load, part.path, work.settings))
         for part in parts
     ]
+    bound = functools.partial(_bounded, options.host_memory)
     with writer.scratch() as folder:
         cache = ActivationCache(folder, shutil.disk_usage(folder).free // 2)
         chain = _source_chain(source, options, runtime, work.source_bytes, parts)
-        return verify(chain, compiled, work.samples, work.results, cache, work.error_limit)
+        return verify(
+            [*map(bound, chain)], [*map(bound, compiled)], work.samples, work.results, cache, work.error_limit
+        )
+
+
+def _bounded(nbytes: int, link: Link) -> Link:
+    return dataclasses.replace(link, load=lambda: BoundedModel(link.load(), nbytes))
 
 
 def _plan(

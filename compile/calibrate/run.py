@@ -13,6 +13,7 @@ from compile.backends.base import Backend, Model
 from compile.calibrate.collect import Samples, Stage, collect
 from compile.calibrate.collectors import METHODS, Range, Unfit, collect_range
 from compile.graph import ir
+from compile.host import BoundedModel
 from compile.partition import Cut, cut, extract, positions, segments
 
 
@@ -35,7 +36,7 @@ def calibrate(
     """
     cuts = segments(model, cut(positions(model, sizes), limit))
     made_at = {value.name: at for at, node in enumerate(model.graph) for value in node.outputs}
-    stages = [_stage(model, each, names, made_at, sizes, runtime, folder) for each in cuts]
+    stages = [_stage(model, each, names, made_at, sizes, runtime, folder, limit) for each in cuts]
     inputs = [name for name in names if name not in made_at]
     with _folder(scratch, len(stages) > 1) as where:
         cache = ActivationCache(where, shutil.disk_usage(where).free // 2)
@@ -51,15 +52,17 @@ def _stage(
     sizes: Mapping[str, int],
     runtime: Backend,
     folder: Path,
+    limit: int,
 ) -> Stage:
     last = part.end == len(model.graph)
     mine = {name: sizes.get(name) for name in names if part.start <= made_at.get(name, -1) < part.end}
-    load = functools.partial(_load, model, part, runtime, folder)
+    load = functools.partial(_load, model, part, runtime, folder, limit)
     return Stage(part.inputs, () if last else part.outputs, mine, load)
 
 
-def _load(model: ir.Model, part: Cut, runtime: Backend, folder: Path, outputs: Sequence[str]) -> Model:
-    return runtime.load_mapped(extract(model, Cut(part.start, part.end, part.inputs, tuple(outputs))), folder)
+def _load(model: ir.Model, part: Cut, runtime: Backend, folder: Path, limit: int, outputs: Sequence[str]) -> Model:
+    loaded = runtime.load_mapped(extract(model, Cut(part.start, part.end, part.inputs, tuple(outputs))), folder)
+    return BoundedModel(loaded, 2 * limit)
 
 
 @contextlib.contextmanager

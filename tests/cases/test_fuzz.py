@@ -203,6 +203,10 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
         lambda: stored(external("w", [40], TensorProto.STRING, location="w.bin")),
         "'w' holds strings, which cannot stand outside",
     ),
+    "a weight file of a name that no disk takes": (
+        lambda: stored(external("w", [40], location="w" * 300)),
+        "weight file w* cannot be read: File name too long",
+    ),
     "a declared value of an unknown type": (unknown_declared_type, "'a' has the unknown element type 1000"),
     "an opset of zero": (lambda: opset(0), "imports opset 0 of 'ai.onnx'"),
     "an opset beyond 32 bits": (lambda: opset(1 << 40), "imports opset 1099511627776 of"),
@@ -259,6 +263,27 @@ def test_a_loop_without_an_end_is_refused(tightfit: Run, tmp_path: Path, monkeyp
     weights = [init("n", np.int64(1 << 62)), init("yes", np.array(True))]
     path = save(tmp_path, graph(node("Loop", ["n", "yes", "x"], ["y"], body=body), weights=weights))
     refused(tightfit, tmp_path, "onnxruntime ran the model for 1 s without an end", path, "--target", BOARD)
+
+
+@pytest.mark.parametrize("scheme", ["fp32", "int8-static"])
+def test_a_run_takes_no_more_than_the_compiler_may(tightfit: Run, tmp_path: Path, scheme: str) -> None:
+    """A size that follows from data, 32 GiB: no shape says so before the model runs."""
+    nodes = [
+        node("NonZero", ["x"], ["z"]),
+        node("Shape", ["z"], ["d"]),
+        node("Gather", ["d", "one"], ["n"]),
+        node("Mul", ["n", "large"], ["s"]),
+        node("Expand", ["x", "s"], ["e"]),
+        node("ReduceMax", ["e"], ["m"], keepdims=0),
+        node("MatMul", ["x", "w"], ["p"]),
+        node("Add", ["p", "m"], ["y"]),
+    ]
+    weights = [init("one", np.array([1])), init("large", np.array([1 << 20, 1, 1])), init("w", normal(40, 40))]
+    path = save(tmp_path, graph(*nodes, x=value("x", [1, 40]), weights=weights))
+    refused(
+        tightfit, tmp_path, "onnxruntime cannot run the model: .*Failed to allocate memory",
+        path, "--target", BOARD, "--scheme", scheme, "--random",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.matmul_bits])
