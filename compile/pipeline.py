@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from compile import memory
@@ -47,7 +46,7 @@ from compile.passes.widen import WidenHalf, holds_half
 from compile.quantize.schemes import SCHEMES, Scheme, choose_scheme
 from compile.quantize.source import check_scales
 from compile.report import report_json
-from compile.shapes import ShapeRequest, bind_shapes, build_contract, largest_nbytes, sizes_at
+from compile.shapes import ShapeRequest, bind_shapes, build_contract, contract_inputs, largest_nbytes, sizes_at
 from compile.source import Digests, SourceStamp
 from compile.verify import FLOAT_LIMIT, HALF_LIMIT, Link, verify
 from compile.writer import BundleWriter
@@ -284,13 +283,14 @@ def _transform(
 
     progress.phase("transform")
     dims = bind_shapes(model, options.shapes)
+    inputs = Contract(contract_inputs(model, dims), (), dims)
+    _check_inputs(inputs, board, options.host_memory)
     dump = dump_after(options.dump_after, model, options.dump_to or out.absolute().parent, out.stem)
     notes = run_passes(model, NORMALIZE, dump)
     for note in notes:
         progress.warn(note)
     runtime.check_operators(model)  # those of functions too, now
-    inputs = _inputs_contract(model, dims)
-    _check_sizes(model, inputs, board, options.host_memory)
+    _check_sizes(model, dims, board, options.host_memory)
     _check_recipe(model, dims, options)
     samples, sample_origin = _samples(model, inputs, options, progress)
     ranges, found, calibration = _calibrate(model, inputs, source, out, options, runtime, scheme, progress)
@@ -574,12 +574,6 @@ def _check_opset(model: ir.Model, board: Board) -> None:
         )
 
 
-def _inputs_contract(model: ir.Model, dims: dict[str, DimRange]) -> Contract:
-    """The contract's input half; outputs follow once a run has shown their sizes."""
-    full = build_contract(model, dims, {value.name or "": 0 for value in model.graph.outputs})
-    return msgspec.structs.replace(full, outputs=())
-
-
 def _check_recipe(model: ir.Model, dims: dict[str, DimRange], options: Options) -> None:
     """Whether the recipe goes with the model, and its labels with the classes, before any work is done."""
     if options.recipe is None:
@@ -603,24 +597,27 @@ def _check_recipe(model: ir.Model, dims: dict[str, DimRange], options: Options) 
 _HELD = 8
 # So much is part of what the compiler itself takes.
 _ROOM = 100 * MIB
+_SMALLER = "use smaller shapes, or choose a larger board"
 
 
-def _check_sizes(model: ir.Model, contract: Contract, board: Board, host_memory: int) -> None:
-    """No tensor may be larger than the board allows, or than this host may hold, before one is made: a small file can
-    ask for terabytes."""
-    ceiling = min(budget_bytes(board), board.memory.contiguous_ceiling_mib * MIB)
-    hint = "use smaller shapes, or choose a larger board"
-    sizes = sizes_at(contract.dims, "max")
+def _ceiling(board: Board) -> int:
+    """The largest tensor that a board may hold (bytes)."""
+    return min(budget_bytes(board), board.memory.contiguous_ceiling_mib * MIB)
+
+
+def _check_inputs(contract: Contract, board: Board, host_memory: int) -> None:
+    """No input may be larger than the board allows, nor samples of all larger than this host may hold."""
+    ceiling, sizes = _ceiling(board), sizes_at(contract.dims, "max")
     for spec in contract.inputs:
-        # Also of a tensor without elements: numpy counts them without the axes that have none.
-        if math.prod(max(dim if isinstance(dim, int) else sizes[dim], 1) for dim in spec.shape) > 1 << 59:
-            raise BudgetError(f"input {spec.describe()} has a shape that no memory could hold", hint)
         if spec.max_nbytes > ceiling:
             raise BudgetError(
                 f"input {spec.describe()} takes {human(spec.max_nbytes)}; on {board.name} one tensor can have "
                 f"{human(ceiling)}",
-                hint,
+                _SMALLER,
             )
+        # Also of a tensor without elements: numpy counts them without the axes that have none.
+        if math.prod(max(dim if isinstance(dim, int) else sizes[dim], 1) for dim in spec.shape) > 1 << 59:
+            raise BudgetError(f"input {spec.describe()} has a shape that no memory could hold", _SMALLER)
     held, room = _HELD * sum(spec.max_nbytes for spec in contract.inputs), max(host_memory, _ROOM)
     if held > room:
         raise OptionError(
@@ -628,16 +625,22 @@ def _check_sizes(model: ir.Model, contract: Contract, board: Board, host_memory:
             f"{human(room)}",
             f"say --host-memory {-(-held // MIB)}MiB or more, or use smaller shapes",
         )
+
+
+def _check_sizes(model: ir.Model, dims: dict[str, DimRange], board: Board, host_memory: int) -> None:
+    """No value may be larger than the board allows, or than this host may hold, before one is made: a small file can
+    ask for terabytes."""
+    ceiling, room, sizes = _ceiling(board), max(host_memory, _ROOM), sizes_at(dims, "max")
     for node in nodes_of(model):
         for value in node.outputs:
-            size = largest_nbytes(value, sizes)
-            if size is not None and size > ceiling:
+            size = largest_nbytes(value, sizes) or 0
+            if size > ceiling:
                 raise BudgetError(
                     f"{node.op_type} node {node.name!r} makes a tensor of {human(size)}; on {board.name} one "
                     f"tensor can have {human(ceiling)}",
-                    hint,
+                    _SMALLER,
                 )
-            if size is not None and size > room:
+            if size > room:
                 raise OptionError(
                     f"{node.op_type} node {node.name!r} makes a tensor of {human(size)}; compiling may take "
                     f"{human(room)}",

@@ -186,15 +186,20 @@ def input_shapes(model: ir.Model, sizes: Mapping[str, int]) -> dict[str, tuple[i
 STRING_RESERVE_BYTES = 4096
 
 
-def build_contract(model: ir.Model, dims: dict[str, DimRange], output_nbytes: Mapping[str, int]) -> Contract:
-    """The I/O contract; `output_nbytes` is what each output took at the upper ends of all ranges."""
+def contract_inputs(model: ir.Model, dims: Mapping[str, DimRange]) -> tuple[TensorSpec, ...]:
+    """What a client sends: the inputs, in the model's order, with their bytes at the upper ends of all ranges."""
     shapes = input_shapes(model, sizes_at(dims, "max"))
-    inputs = tuple(
+    return tuple(
         TensorSpec(value.name or "", dtype, tuple(_dims(value)), _reserve(dtype, shapes[value.name or ""]))
         for value in model.graph.inputs
         if value.name in shapes
         for dtype in (contract_dtype(value),)
     )
+
+
+def build_contract(model: ir.Model, dims: dict[str, DimRange], output_nbytes: Mapping[str, int]) -> Contract:
+    """The I/O contract; `output_nbytes` is what each output took at the upper ends of all ranges."""
+    inputs = contract_inputs(model, dims)
     outputs = tuple(
         TensorSpec(value.name or "", contract_dtype(value), _output_dims(value, dims), output_nbytes[value.name or ""])
         for value in model.graph.outputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -136,6 +137,8 @@ class InferShapes(Pass):
         return [f"the model states shapes that do not follow from its inputs: {'; '.join(wrong[:2])}{more}"]
 
 
+# Beyond this, products of sizes overflow in what computes with them.
+_MOST_ELEMENTS = 1 << 59
 # A vector of so many elements is no shape.
 _LONG_VECTOR = 1 << 16
 
@@ -160,7 +163,16 @@ def _check_inferred(model: ir.Model) -> None:
                     f"{node.op_type} node {node.name!r} makes {value.name!r} of no element type",
                     "export the model again",
                 )
-            if value.shape is not None and any(isinstance(dim, int) and dim < 0 for dim in value.shape):
+            if value.shape is None:
+                continue
+            sizes = [dim for dim in value.shape if isinstance(dim, int)]
+            if math.prod(max(dim, 1) for dim in sizes) > _MOST_ELEMENTS:
+                raise ModelError(
+                    f"{node.op_type} node {node.name!r} makes {value.name!r} of shape {_shown(value.shape)}, "
+                    "more than any memory could hold",
+                    "use smaller shapes, or export the model again",
+                )
+            if any(dim < 0 for dim in sizes):
                 raise ModelError(
                     f"{node.op_type} node {node.name!r} makes {value.name!r} of shape {_shown(value.shape)}",
                     "its inputs are too small for its attributes: use larger shapes, or export the model again",

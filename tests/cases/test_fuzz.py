@@ -228,6 +228,10 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
         lambda: graph(node("CastLike", ["x", "x"], ["y"]), x=value("x", [1 << 31], TensorProto.UINT8)),
         "the inputs take 2.0 GiB, and samples of them 16.0 GiB; compiling may take 2.0 GiB",
     ),
+    "no elements, along an axis of 2^62": (
+        lambda: graph(node("Relu", ["x"], ["y"]), x=value("x", [1 << 62, 4, 0])),
+        "input x float32.4611686018427387904,4,0. has a shape that no memory could hold",
+    ),
     "a value larger than the host's memory": (
         lambda: graph(
             node("Expand", ["x", "s"], ["e"]),
@@ -292,6 +296,19 @@ def test_infinite_weights_are_refused_without_a_warning(tightfit: Run, tmp_path:
     weight[3, 3], weight[3, 4] = np.inf, -np.inf
     path = save(tmp_path, graph(node("MatMul", ["x", "w"], ["y"]), weights=[init("w", weight)]))
     refused(tightfit, tmp_path, "'w' holds 2 infinite", path, "--target", BOARD, "--scheme", scheme)
+
+
+def test_a_product_of_sizes_beyond_64_bits_is_refused(tightfit: Run, tmp_path: Path) -> None:
+    """The folding of constants computes it, in Python."""
+    nodes = [
+        node("Expand", ["x", "s"], ["e"]),
+        node("Size", ["e"], ["n"]),
+        node("Cast", ["n"], ["f"], to=1),
+        node("Add", ["x", "f"], ["y"]),
+    ]
+    weights = [init("s", np.array([1 << 40, 1 << 40, 1, 1]))]
+    path = save(tmp_path, graph(*nodes, weights=weights))
+    refused(tightfit, tmp_path, "Expand .* makes '.*' of shape .*, more than any memory", path, "--target", BOARD)
 
 
 def undeclared_type() -> onnx.ModelProto:
