@@ -243,7 +243,7 @@ class Lane:
         self._seeds = tuple(seeds)
         self._context = multiprocessing.get_context("forkserver")
         # What is slow to import is imported once.
-        self._context.set_forkserver_preload(["bench.fuzz_import", "compile.backends.ort"])
+        self._context.set_forkserver_preload(["bench.mutate_onnx", "compile.pipeline", "compile.backends.ort"])
         self._process: Any = None
         self.peak = 0
 

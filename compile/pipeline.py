@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import shutil
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -25,7 +24,7 @@ from compile.calibrate.samples import Sample, iterate, read_samples
 from compile.calibrate.synthetic import corners, largest_sample, random_samples
 from compile.dump import check_pass_name, dump_after
 from compile.errors import ModelError, OptionError, VerificationError
-from compile.graph import ir, load_model, nodes_of, weight_nbytes
+from compile.graph import ir, load_model, weight_nbytes
 from compile.host import BoundedModel
 from compile.partition import Cut, cut, extract, positions, segments, static_sizes
 from compile.passes.base import Pass, run_passes
@@ -46,7 +45,8 @@ from compile.passes.widen import WidenHalf, holds_half
 from compile.quantize.schemes import SCHEMES, Scheme, choose_scheme
 from compile.quantize.source import check_scales
 from compile.report import report_json
-from compile.shapes import ShapeRequest, bind_shapes, build_contract, contract_inputs, largest_nbytes, sizes_at
+from compile.shapes import ShapeRequest, bind_shapes, build_contract, contract_inputs
+from compile.sizes import check_inputs, check_sizes
 from compile.source import Digests, SourceStamp
 from compile.verify import FLOAT_LIMIT, HALF_LIMIT, Link, verify
 from compile.writer import BundleWriter
@@ -64,7 +64,7 @@ from targets.bundle import (
     SegmentError,
     Verification,
 )
-from targets.errors import BudgetError, did_you_mean
+from targets.errors import did_you_mean
 from targets.recipe import METADATA, Recipe, check_input, check_outputs, memory_bytes, read_labels
 from targets.tensor import Contract, DimRange, human
 
@@ -284,13 +284,13 @@ def _transform(
     progress.phase("transform")
     dims = bind_shapes(model, options.shapes)
     inputs = Contract(contract_inputs(model, dims), (), dims)
-    _check_inputs(inputs, board, options.host_memory)
+    check_inputs(inputs, board, options.host_memory)
     dump = dump_after(options.dump_after, model, options.dump_to or out.absolute().parent, out.stem)
     notes = run_passes(model, NORMALIZE, dump)
     for note in notes:
         progress.warn(note)
     runtime.check_operators(model)  # those of functions too, now
-    _check_sizes(model, dims, board, options.host_memory)
+    check_sizes(model, dims, board, options.host_memory)
     _check_recipe(model, dims, options)
     samples, sample_origin = _samples(model, inputs, options, progress)
     ranges, found, calibration = _calibrate(model, inputs, source, out, options, runtime, scheme, progress)
@@ -591,61 +591,6 @@ def _check_recipe(model: ir.Model, dims: dict[str, DimRange], options: Options) 
         return carried[name].read_bytes()
 
     read_labels(options.recipe, contract, read)
-
-
-# Of its inputs the compiler holds a sample for each corner of their ranges, and makes one in 8 bytes an element.
-_HELD = 8
-# So much is part of what the compiler itself takes.
-_ROOM = 100 * MIB
-_SMALLER = "use smaller shapes, or choose a larger board"
-
-
-def _ceiling(board: Board) -> int:
-    """The largest tensor that a board may hold (bytes)."""
-    return min(budget_bytes(board), board.memory.contiguous_ceiling_mib * MIB)
-
-
-def _check_inputs(contract: Contract, board: Board, host_memory: int) -> None:
-    """No input may be larger than the board allows, nor samples of all larger than this host may hold."""
-    ceiling, sizes = _ceiling(board), sizes_at(contract.dims, "max")
-    for spec in contract.inputs:
-        if spec.max_nbytes > ceiling:
-            raise BudgetError(
-                f"input {spec.describe()} takes {human(spec.max_nbytes)}; on {board.name} one tensor can have "
-                f"{human(ceiling)}",
-                _SMALLER,
-            )
-        # Also of a tensor without elements: numpy counts them without the axes that have none.
-        if math.prod(max(dim if isinstance(dim, int) else sizes[dim], 1) for dim in spec.shape) > 1 << 59:
-            raise BudgetError(f"input {spec.describe()} has a shape that no memory could hold", _SMALLER)
-    held, room = _HELD * sum(spec.max_nbytes for spec in contract.inputs), max(host_memory, _ROOM)
-    if held > room:
-        raise OptionError(
-            f"the inputs take {human(held // _HELD)}, and samples of them {human(held)}; compiling may take "
-            f"{human(room)}",
-            f"say --host-memory {-(-held // MIB)}MiB or more, or use smaller shapes",
-        )
-
-
-def _check_sizes(model: ir.Model, dims: dict[str, DimRange], board: Board, host_memory: int) -> None:
-    """No value may be larger than the board allows, or than this host may hold, before one is made: a small file can
-    ask for terabytes."""
-    ceiling, room, sizes = _ceiling(board), max(host_memory, _ROOM), sizes_at(dims, "max")
-    for node in nodes_of(model):
-        for value in node.outputs:
-            size = largest_nbytes(value, sizes) or 0
-            if size > ceiling:
-                raise BudgetError(
-                    f"{node.op_type} node {node.name!r} makes a tensor of {human(size)}; on {board.name} one "
-                    f"tensor can have {human(ceiling)}",
-                    _SMALLER,
-                )
-            if size > room:
-                raise OptionError(
-                    f"{node.op_type} node {node.name!r} makes a tensor of {human(size)}; compiling may take "
-                    f"{human(room)}",
-                    f"say --host-memory {-(-2 * size // MIB)}MiB or more, or use smaller shapes",
-                )
 
 
 def _samples(model: ir.Model, contract: Contract, options: Options, progress: Progress) -> tuple[list[Sample], str]:

@@ -38,7 +38,7 @@ def seeds() -> list[Seed]:
 @pytest.mark.slow
 def test_damaged_files_end_in_a_bundle_or_in_one_line(seeds: list[Seed]) -> None:
     """Compare: `python -m bench.fuzz_import` runs 100,000 cases, from conformance models too."""
-    results = [result for result, _ in run_cases((whole_case(1, number) for number in range(1, 1200)), seeds, 2)]
+    results = [result for result, _ in run_cases((whole_case(1, number) for number in range(1, 3000)), seeds, 2)]
     assert [f"{result.case}: {result.reason}" for result in results if result.outcome in FINDINGS] == []
     assert {result.outcome for result in results} == {Outcome.COMPILED, Outcome.REFUSED}
 
