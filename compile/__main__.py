@@ -41,7 +41,7 @@ def compile_command(
     ] = None,
     calib: Annotated[
         Path | None,
-        typer.Option(help="Samples to calibrate and verify on: .npz, .npy, .bin, .raw, .jsonl, or a folder of them."),
+        typer.Option(help="Samples to calibrate and verify on: .npz, .npy, .bin, .raw, .jsonl, images, or a folder."),
     ] = None,
     calibrate_with: Annotated[
         str, typer.Option(help="How int8-static finds ranges: minmax, percentile, entropy or mse.")

@@ -240,7 +240,8 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residency: Re
                 Term("workspace", "anonymous", needs.workspace),
                 Term("arena_index", "anonymous", index),
                 Term("io_slots", "shared", slots * needs.slot),
-                Term("bodies", "anonymous", slots * needs.inputs * BODY_COPIES),
+                Term("bodies", "anonymous", slots * max(needs.inputs, needs.encoded) * BODY_COPIES),
+                *([Term("recipe", "anonymous", needs.images)] if needs.images else []),
             ),
         ),
     ]

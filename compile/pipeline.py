@@ -20,7 +20,7 @@ from compile.calibrate.collect import digest
 from compile.calibrate.collectors import DEFAULT_METHOD, METHODS, Range, Unfit
 from compile.calibrate.control import control_inputs
 from compile.calibrate.run import calibrate
-from compile.calibrate.samples import Sample, iterate, read_samples
+from compile.calibrate.samples import Sample, iterate, read_samples, readers_of
 from compile.calibrate.synthetic import corners, largest_sample, random_samples
 from compile.dump import check_pass_name, dump_after
 from compile.errors import ModelError, OptionError, VerificationError
@@ -338,10 +338,11 @@ def _calibrate(
     progress.phase("calibrate")
     chosen = random_samples(model, inputs, corners(inputs.dims) * RANDOM_ROUNDS) if options.random else []
     calib = None if options.random else options.calib
+    readers = readers_of(options.recipe)
 
     def samples() -> Iterator[Sample]:
         """All of them, however many: each is looked at once and forgotten."""
-        return iter(chosen) if calib is None else iterate(calib, inputs)
+        return iter(chosen) if calib is None else iterate(calib, inputs, readers=readers)
 
     names = runtime.prepare(model, scheme)
     sizes = static_sizes(_at_largest(source, options, NORMALIZE))
@@ -595,7 +596,8 @@ def _check_recipe(model: ir.Model, dims: dict[str, DimRange], options: Options) 
 
 def _samples(model: ir.Model, contract: Contract, options: Options, progress: Progress) -> tuple[list[Sample], str]:
     if options.calib is not None:
-        return read_samples(options.calib, contract, options.samples, progress.warn), options.calib.name
+        readers = readers_of(options.recipe)
+        return read_samples(options.calib, contract, options.samples, progress.warn, readers), options.calib.name
     progress.warn("no --calib data: verified on random inputs, which say whether the model runs, not how well")
     if control := control_inputs(model):
         names = " and ".join(map(repr, control[:2])) + (f" and {len(control) - 2} more" if control[2:] else "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from processing.images import Frame, Placed, decode, place, write
-from targets.errors import ImageError, RecipeError
+from targets.errors import ImageError
 from targets.recipe import Recipe, check_input
 from targets.tensor import Contract, human
 
 SUFFIXES = (".jpeg", ".jpg", ".png")
+"""Of image files, in lower case."""
 
 
 class Preprocessor:
@@ -52,35 +52,17 @@ class Preprocessor:
         write(placed, self._recipe, out)
         return out, placed.frame
 
-
-def image_samples(folder: Path, recipe: Recipe, contract: Contract) -> Iterator[dict[str, NDArray[Any]]]:
-    """One input per JPEG or PNG of a folder, in the order of their names; one image is in memory at a time.
-
-    Raises RecipeError when recipe and model do not go together or the folder has no images, and ImageError naming the
-    file. Of the contract only the inputs are looked at.
-    """
-    preprocessor = Preprocessor(recipe, contract)
-    try:
-        paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
-    except OSError as error:
-        raise RecipeError(f"cannot read {folder}: {error.strerror}") from None
-    if not paths:
-        raise RecipeError(f"{folder} holds no images", f"available forms: {', '.join(SUFFIXES)}")
-    name = contract.inputs[0].name
-    for path in paths:
-        data = _read(path, recipe.decode.max_bytes)
+    def read(self, path: Path) -> NDArray[Any]:
+        """The input of an image file, as the agent would make it; raises ImageError that names the file."""
+        limit = self._recipe.decode.max_bytes
         try:
-            yield {name: preprocessor.tensor(data)[0]}
+            with path.open("rb") as file:
+                data = file.read(limit + 1)
+        except OSError as error:
+            raise ImageError(f"cannot read {path}: {error.strerror}") from None
+        if len(data) > limit:
+            raise ImageError(f"{path} has more than {human(limit)}", "raise max_bytes under [decode] of the recipe")
+        try:
+            return self.tensor(data)[0]
         except ImageError as error:
             raise ImageError(f"{path}: {error.message}", error.hint) from None
-
-
-def _read(path: Path, limit: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
-    except OSError as error:
-        raise ImageError(f"cannot read {path}: {error.strerror}") from None
-    if len(data) > limit:
-        raise ImageError(f"{path} has more than {human(limit)}", "raise max_bytes under [decode] of the recipe")
-    return data

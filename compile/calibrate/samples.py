@@ -3,6 +3,7 @@
 .npz, .npy    arrays by input name; with one leading axis more they are several samples
 .bin, .raw    samples one after the other, in C order, of the one input's element type and shape
 .jsonl        a sample a line: an object of nested lists by input name
+.jpg, .png    with a recipe: the image as the agent would make it the input
 a folder      its files of these kinds, in the order of their names
 """
 
@@ -22,6 +23,7 @@ import numpy.typing as npt
 
 from compile.errors import DataError
 from targets.errors import ContractError
+from targets.recipe import Recipe
 from targets.tensor import Contract, DType, TensorSpec
 
 Sample = dict[str, npt.NDArray[Any]]
@@ -130,6 +132,18 @@ READERS: dict[str, Reader] = {
 """Suffix -> reader."""
 
 
+def readers_of(recipe: Recipe | None) -> Mapping[str, Reader]:
+    """READERS, and with a recipe those of images, which need the image library."""
+    if recipe is None:
+        return READERS
+    from processing.preprocess import SUFFIXES, Preprocessor  # noqa: PLC0415
+
+    def read_image(path: Path, contract: Contract) -> Iterator[Sample]:
+        yield {contract.inputs[0].name: Preprocessor(recipe, contract).read(path)}
+
+    return {**READERS, **dict.fromkeys(SUFFIXES, read_image)}
+
+
 def iterate(
     path: Path,
     contract: Contract,
@@ -142,16 +156,16 @@ def iterate(
     Raises DataError that names the file and the array. float64 for a float32 input is cast, and `warn` told. NaN is
     refused unless `allow_nan`: no range can be found on it.
     """
-    hint = f"available forms: {', '.join(readers)}, or a folder of them"
+    hint = f"available forms: {', '.join(readers)}, or a folder of them; images need a --recipe"
     if not path.exists():
         raise DataError(f"{path} is not there", hint)
-    files = sorted(p for p in path.iterdir() if p.suffix in readers) if path.is_dir() else [path]
-    if not files or files[0].suffix not in readers:
+    files = sorted(p for p in path.iterdir() if p.suffix.lower() in readers) if path.is_dir() else [path]
+    if not files or files[0].suffix.lower() not in readers:
         raise DataError(f"{path} holds no samples", hint)
     cast: set[str] = set()
     empty = True
     for file in files:
-        for sample in readers[file.suffix](file, contract):
+        for sample in readers[file.suffix.lower()](file, contract):
             empty = False
             checked = _checked(sample, contract, file, cast, warn)
             if not allow_nan:
@@ -161,9 +175,15 @@ def iterate(
         raise DataError(f"{path} holds no samples", "its arrays are empty")
 
 
-def read_samples(path: Path, contract: Contract, limit: int, warn: Warn | None = None) -> list[Sample]:
+def read_samples(
+    path: Path,
+    contract: Contract,
+    limit: int,
+    warn: Warn | None = None,
+    readers: Mapping[str, Reader] = READERS,
+) -> list[Sample]:
     """At most `limit` samples to verify on, as `iterate` gives them; some models are about NaN."""
-    return list(itertools.islice(iterate(path, contract, warn, allow_nan=True), limit))
+    return list(itertools.islice(iterate(path, contract, warn, readers, allow_nan=True), limit))
 
 
 def _check_nan(sample: Sample, file: Path) -> None:

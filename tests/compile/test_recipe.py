@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from targets.board import load_board
 from targets.bundle import dumps, read_manifest, verify_files
 from targets.errors import TightfitError
 from targets.recipe import memory_bytes, parse_recipe
-from tests.support.images import CLASSIFIER, COLOURS
+from tests.support.images import BLUE, CLASSIFIER, COLOURS, RED, jpeg, plain, png
 from tests.support.models import model, node, save, value
 
 BOARD = load_board("x86-64-dev")
@@ -39,6 +40,27 @@ def labels(folder: Path, text: str = COLOURS) -> Path:
 
 def options(*assets: Path, recipe: str = CLASSIFIER) -> Options:
     return Options(recipe=parse_recipe(recipe, "test"), assets=assets)
+
+
+def test_a_folder_of_images_calibrates_and_verifies(tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (folder / "b.PNG").write_bytes(png(plain(9, 5, BLUE)))
+    (folder / "a.jpeg").write_bytes(jpeg(plain(5, 9, RED)))
+    (folder / "notes.txt").write_text("no image")
+    wanted = dataclasses.replace(options(labels(tmp_path)), scheme="int8-static", calib=folder)
+    manifest = compile_model(means(tmp_path), BOARD, tmp_path / "m.tfb", wanted)
+    assert (manifest.verification.samples, manifest.verification.inputs) == (2, "images")
+    (folder / "c.png").write_bytes(png(plain(9, 5, BLUE))[:-30])
+    with pytest.raises(TightfitError, match=r"c\.png: the PNG"):
+        compile_model(means(tmp_path), BOARD, tmp_path / "n.tfb", wanted)
+    assert not (tmp_path / "n.tfb").exists()
+
+
+def test_images_without_a_recipe_are_no_samples(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(plain(9, 5, BLUE)))
+    with pytest.raises(TightfitError, match=r"holds no samples.*--recipe"):
+        compile_model(means(tmp_path), BOARD, tmp_path / "m.tfb", Options(calib=tmp_path / "a.png"))
 
 
 def test_the_bundle_carries_the_recipe_and_its_plan_counts_it(tmp_path: Path) -> None:
