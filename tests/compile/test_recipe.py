@@ -52,7 +52,7 @@ def test_a_folder_of_images_calibrates_and_verifies(tmp_path: Path) -> None:
     manifest = compile_model(means(tmp_path), BOARD, tmp_path / "m.tfb", wanted)
     assert (manifest.verification.samples, manifest.verification.inputs) == (2, "images")
     (folder / "c.png").write_bytes(png(plain(9, 5, BLUE))[:-30])
-    with pytest.raises(TightfitError, match=r"c\.png: the PNG"):
+    with pytest.raises(TightfitError, match=r"c\.png: the image ends too early"):
         compile_model(means(tmp_path), BOARD, tmp_path / "n.tfb", wanted)
     assert not (tmp_path / "n.tfb").exists()
 
