@@ -159,8 +159,8 @@ INDEX_BYTES = 8
 """For each `ALIGNMENT` bytes, what onnxruntime's arena keeps to find the chunk of an address (AllocationRegion)."""
 
 SERVICE_BYTES = 768 << 10
-"""What a model has both processes hold beside all that is counted: partly filled pages of their heaps, objects of its
-contract and its requests. Up to 0.6 MiB were measured."""
+"""What a model has both processes hold beside all that is counted, whatever it is: found by measuring thirteen bundles,
+of which it had up to 0.6 MiB; probably partly filled pages of two heaps, and objects of contract and requests."""
 
 BODY_COPIES = 2
 """A request's tensors in the gateway, in the binary form: the parts that arrived, and the body joined from them. JSON
@@ -346,7 +346,8 @@ def _finalise_terms(parts: Sequence[WeightFootprint], index: int) -> tuple[Term,
 
 def _writing(part: WeightFootprint) -> tuple[Term, ...]:
     """All copies, and once more the largest of what is written, which is copied first. Weights that are written as they
-    were are read into memory too: with a table of 108 MiB that is also a matrix, 517 MiB where the copies have 289."""
+    were seem to be read into memory too: with a table of 108 MiB that is also a matrix, 517 MiB were measured where the
+    copies have 289."""
     return _terms(part.session + _being_made([part]), part.heap + part.largest + part.largest_mapped, 0)
 
 

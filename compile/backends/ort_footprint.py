@@ -71,7 +71,8 @@ def _count(found: _Weights, node: ir.Node, index: int, name: str, nbytes: int, c
             if index == _SCALES:
                 codes = node.inputs[1]
                 found.scratch[(codes.name if codes else None) or ""] = nbytes
-                # Without a copy to multiply with, the kernel widens the whole matrix to float32 first.
+                # Without a copy to multiply with, the kernel takes as much more as the matrix in float32: inferred from
+                # measured sizes.
                 found.widened = max(found.widened, 4 * node.attributes["K"].as_int() * node.attributes["N"].as_int())
         return
     found.heap[name] = copy
