@@ -110,13 +110,13 @@ def test_a_scheme_the_board_cannot_execute(tightfit: Run, tmp_path: Path) -> Non
 def test_a_board_that_is_too_small(tightfit: Run, tmp_path: Path) -> None:
     target = board(
         tmp_path, physical_mib="64", mem_total_mib="64", os_reserve_mib="1", contiguous_ceiling_mib="64",
-        runtime_fixed_mib="54",
+        runtime_fixed_mib="53",
     )  # fmt: skip
     source = mlp(tmp_path, 1, 256, 8192)
     refused(
         tightfit,
         tmp_path,
-        "phase finalise needs .* but the budget is 54.4 MiB.*larger board",
+        "phase run needs .* but the budget is 54.4 MiB.*larger board",
         source,
         "--target",
         target,
