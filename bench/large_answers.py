@@ -20,14 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from compile.backends.ort import load_mapped
+from compile.forms import SOURCE_FORM
 from compile.graph import load_model
 from compile.host import give_back
 from compile.limits import Limit, limited
 from compile.partition import cut, extract, positions, segments, static_sizes
 from compile.passes.base import run_passes
-from compile.pipeline import SOURCE_FORM, segment_limit
 from compile.serving import finalise_command, needs_finalise, serve_command, started
 from compile.shapes import bind_shapes, parse_shape
+from compile.sizes import segment_limit
 from compile.verify import Comparison
 from targets.bundle import Manifest, read_manifest
 from targets.tensor import parse_size

@@ -31,6 +31,7 @@ __all__ = [
     "dims_of",
     "external_files",
     "graphs_of",
+    "initializers",
     "ir",
     "load_model",
     "nodes_of",
@@ -319,6 +320,11 @@ class FreshNames:
         name = next(candidate for candidate in candidates if candidate not in self._taken)
         self._taken.add(name)
         return name
+
+
+def initializers(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """Tensors of the main graph's initializers."""
+    return (v.const_value for v in model.graph.initializers.values() if v.const_value is not None)
 
 
 def nodes_of(model: ir.Model) -> Iterator[ir.Node]:

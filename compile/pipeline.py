@@ -15,7 +15,8 @@ import numpy as np
 
 from compile import memory
 from compile.activations import ActivationCache
-from compile.backends.base import Backend, Lowered, Model, Part, Trace, WeightFootprint, backend
+from compile.backends.base import Backend, Lowered, Part, Trace, WeightFootprint, backend
+from compile.bounded import BoundedModel
 from compile.calibrate.collect import digest
 from compile.calibrate.collectors import DEFAULT_METHOD, METHODS, Range, Unfit
 from compile.calibrate.control import control_inputs
@@ -24,29 +25,21 @@ from compile.calibrate.samples import Sample, iterate, read_samples, readers_of
 from compile.calibrate.synthetic import corners, largest_sample, random_samples
 from compile.dump import check_pass_name, dump_after
 from compile.errors import ModelError, OptionError, VerificationError
-from compile.graph import ir, load_model, weight_nbytes
-from compile.host import BoundedModel
+from compile.forms import NORMALIZE, at_largest, source_chain, source_form
+from compile.graph import initializers, ir, load_model, weight_nbytes
 from compile.partition import Cut, cut, extract, positions, segments, static_sizes
-from compile.passes.base import Pass, run_passes
-from compile.passes.fold import FoldConstants
+from compile.passes.base import run_passes
 from compile.passes.normalize import (
-    AlignBroadcasts,
     FixNames,
-    InferShapes,
-    InlineFunctions,
-    LiftConstants,
-    LiftIrVersion,
-    LiftOpset,
     RemoveDeadCode,
     SortNodes,
 )
-from compile.passes.scalars import ScalarRanges
-from compile.passes.widen import WidenHalf, holds_half
+from compile.passes.widen import holds_half
 from compile.quantize.schemes import SCHEMES, Scheme, choose_scheme
 from compile.quantize.source import check_scales
 from compile.report import report_json
 from compile.shapes import ShapeRequest, bind_shapes, build_contract, contract_inputs
-from compile.sizes import check_inputs, check_sizes
+from compile.sizes import check_host_memory, check_inputs, check_sizes, segment_limit
 from compile.source import Digests, SourceStamp
 from compile.verify import FLOAT_LIMIT, HALF_LIMIT, Link, verify
 from compile.writer import BundleWriter
@@ -71,35 +64,6 @@ from targets.tensor import Contract, DimRange, human
 WEIGHTS = "segments/weights.bin"
 # Random samples to calibrate on, for each corner of the dimension ranges.
 RANDOM_ROUNDS = 4
-
-# The first opset that runtimes promise to know; before it, broadcasting was an attribute.
-OLDEST_OPSET = 7
-
-# What puts the source into a form that can be cut by names that also stand in the compiled graph.
-SOURCE_FORM: tuple[Pass, ...] = (
-    InlineFunctions(),
-    LiftIrVersion(),
-    LiftConstants(),
-    AlignBroadcasts(),
-    LiftOpset(OLDEST_OPSET),
-    SortNodes(),
-    FixNames(),
-    WidenHalf(),
-    SortNodes(),
-    InferShapes(),
-)
-
-NORMALIZE: tuple[Pass, ...] = (
-    *SOURCE_FORM,
-    FoldConstants(),
-    LiftConstants(),
-    RemoveDeadCode(),
-    FixNames(),
-    SortNodes(),
-    # Shapes that were computed are constants now, and a few of their elements may ask for terabytes.
-    InferShapes(),
-    ScalarRanges(),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +198,7 @@ class _Work:
     @property
     def planned_bytes(self) -> int:
         """Bytes of all weights as they will be written; a weight that is stored once may count twice."""
-        return sum(tensor.nbytes for tensor in _initializers(self.model))
+        return sum(tensor.nbytes for tensor in initializers(self.model))
 
     @property
     def results(self) -> list[str]:
@@ -345,7 +309,7 @@ def _calibrate(
         return iter(chosen) if calib is None else iterate(calib, inputs, readers=readers)
 
     names = runtime.prepare(model, scheme)
-    sizes = static_sizes(_at_largest(source, options, NORMALIZE))
+    sizes = static_sizes(at_largest(source, options.shapes, NORMALIZE))
     limit = segment_limit(options.host_memory)
     scratch = out.with_name(f"{out.name}.calibration")
     method = options.calibrate_with
@@ -369,7 +333,8 @@ def _verify(
     bound = functools.partial(_bounded, options.host_memory)
     with writer.scratch() as folder:
         cache = ActivationCache(folder, shutil.disk_usage(folder).free // 2)
-        chain = _source_chain(source, options, runtime, work.source_bytes, parts)
+        limit = segment_limit(options.host_memory)
+        chain = source_chain(source, options.shapes, limit, runtime, work.source_bytes, parts)
         return verify(
             [*map(bound, chain)], [*map(bound, compiled)], work.samples, work.results, cache, work.error_limit
         )
@@ -431,63 +396,11 @@ class _Both(Progress):
 def _cut(model: ir.Model, source: Path, options: Options) -> list[Cut]:
     """Segments small enough that the host can load one, and the board can lay one out, at a time."""
     limit = segment_limit(options.host_memory)
-    if sum(tensor.nbytes for tensor in _initializers(model)) <= limit:
+    if sum(tensor.nbytes for tensor in initializers(model)) <= limit:
         return segments(model, [len(model.graph)])
-    names = {value.name or "" for node in _source_form(source, options).graph for value in node.outputs}
-    sizes = static_sizes(_at_largest(source, options, NORMALIZE))
+    names = {value.name or "" for node in source_form(source, options.shapes).graph for value in node.outputs}
+    sizes = static_sizes(at_largest(source, options.shapes, NORMALIZE))
     return segments(model, cut(positions(model, {n: b for n, b in sizes.items() if n in names}), limit))
-
-
-# What the compiler itself takes beside a segment's weights, in anonymous memory. Python and onnx 90 MiB; the graph, and
-# what is made of it, 40 MiB on 400 nodes and 60 on 3900; the observed process 25 MiB, and 25 KiB for each node that a
-# segment has.
-BASE_BYTES = 200 * MIB
-
-
-def segment_limit(host_memory: int) -> int:
-    """Most weight bytes of a segment: it is held as mapped and, at worst, once more as the runtime lays it out."""
-    if host_memory < 2 * BASE_BYTES:
-        raise OptionError(
-            f"--host-memory {human(host_memory)} is too little", f"the compiler itself needs {human(2 * BASE_BYTES)}"
-        )
-    return (host_memory - BASE_BYTES) // 2
-
-
-def check_host_memory(pieces: Sequence[ir.Model], footprint: Sequence[WeightFootprint], host_memory: int) -> None:
-    """Refuse segments that cannot be made any smaller and that this host could not hold.
-
-    At once there are: the weights of a segment that the runtime lays out anew, or one tensor that is being made.
-    Weights that stay mapped take nothing that the kernel could not have back.
-    """
-    for index, (piece, weights) in enumerate(zip(pieces, footprint, strict=True)):
-        held = [tensor for tensor in _initializers(piece) if not isinstance(tensor, ir.ExternalTensor)]
-        needed = max([weights.heap, *(tensor.nbytes for tensor in held)])
-        if BASE_BYTES + needed > host_memory:
-            largest = max(_initializers(piece), key=lambda tensor: tensor.nbytes)
-            least = -(-(BASE_BYTES + needed) // MIB)
-            raise OptionError(
-                f"--host-memory {human(host_memory)} leaves {human(host_memory - BASE_BYTES)} for weights; segment "
-                f"{index:02} needs {human(needed)} and cannot be cut, its tensor {largest.name!r} has "
-                f"{human(largest.nbytes)}",
-                f"say --host-memory {least}MiB or more",
-            )
-
-
-def _source_form(source: Path, options: Options) -> ir.Model:
-    """The source model as exported, but for what cutting needs."""
-    model = load_model(source)
-    bind_shapes(model, options.shapes)
-    run_passes(model, SOURCE_FORM)
-    return model
-
-
-def _at_largest(source: Path, options: Options, passes: Sequence[Pass]) -> ir.Model:
-    """The model after `passes`, with every dimension fixed at its maximum, so that value sizes can be read off."""
-    model = load_model(source)
-    fixed = [(name, tuple(DimRange(d.max, d.max, d.max) for d in dims)) for name, dims in options.shapes]
-    bind_shapes(model, fixed)
-    run_passes(model, passes)
-    return model
 
 
 def _write_segments(
@@ -510,41 +423,6 @@ def _write_segments(
             writer.add_graph(path, piece, sink, both.advance)
             parts.append(Part(writer.folder / path, part.inputs, part.outputs))
         return parts, footprint, sink.tensor_bytes + writer.inline_bytes
-
-
-def _source_chain(
-    source: Path, options: Options, runtime: Backend, source_bytes: int, parts: Sequence[Part]
-) -> list[Link]:
-    """The source model as links that the host can hold, making every value that crosses between `parts`.
-
-    A model that fits as a whole is the very file it came from, loaded as any user of the runtime would. What the
-    runtime refuses to load so, for the sake of names or of an old opset, is loaded in the form that passes gave it.
-    """
-    limit = segment_limit(options.host_memory)
-    if len(parts) == 1 and source_bytes <= limit:
-        return [Link("source", parts[0].inputs, parts[0].outputs, lambda: _load_whole(source, options, runtime))]
-    form = _source_form(source, options)
-    crossing = {name for part in parts for name in part.outputs}
-    ends = cut(positions(form, static_sizes(_at_largest(source, options, SOURCE_FORM)), crossing), limit)
-    return [
-        Link(str(index), each.inputs, each.outputs, functools.partial(_load_source, runtime, form, each, source.parent))
-        for index, each in enumerate(segments(form, ends, crossing))
-        if each.outputs  # a segment of nodes that nobody reads gives nothing
-    ]
-
-
-def _load_whole(source: Path, options: Options, runtime: Backend) -> Model:
-    try:
-        return runtime.load(source, {})
-    except VerificationError as refused:
-        try:
-            return runtime.load_mapped(_source_form(source, options), source.parent)
-        except VerificationError:
-            raise refused from None
-
-
-def _load_source(runtime: Backend, form: ir.Model, part: Cut, folder: Path) -> Model:
-    return runtime.load_mapped(extract(form, part), folder)
 
 
 def _check_disk(writer: BundleWriter, planned: int) -> None:
@@ -603,10 +481,6 @@ def _samples(model: ir.Model, contract: Contract, options: Options, progress: Pr
         names = " and ".join(map(repr, control[:2])) + (f" and {len(control) - 2} more" if control[2:] else "")
         progress.warn(f"the values of {names} decide shapes, and random ones mean nothing: give samples with --calib")
     return random_samples(model, contract, corners(contract.dims)), "random"
-
-
-def _initializers(model: ir.Model) -> Iterator[ir.TensorProtocol]:
-    return (v.const_value for v in model.graph.initializers.values() if v.const_value is not None)
 
 
 def _strip_metadata(model: ir.Model) -> None:

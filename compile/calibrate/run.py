@@ -10,10 +10,10 @@ from pathlib import Path
 
 from compile.activations import ActivationCache
 from compile.backends.base import Backend, Model
+from compile.bounded import BoundedModel
 from compile.calibrate.collect import Samples, Stage, collect
 from compile.calibrate.collectors import METHODS, Range, Unfit, collect_range
 from compile.graph import ir
-from compile.host import BoundedModel
 from compile.partition import Cut, cut, extract, positions, segments
 
 

@@ -148,7 +148,7 @@ def bfloat16_weight() -> onnx.ModelProto:
 
 
 def strings() -> onnx.ModelProto:
-    constant = helper.make_tensor("k", T.STRING, [2], [b"a", b"b"])
+    constant = onnx.numpy_helper.from_array(np.array(["a", "b"], object), "k")
     return model(
         [node("Equal", ["s", "k"], ["y"])], [value("s", [2], T.STRING)], [value("y", [2], T.BOOL)], [constant],
         opset=19, ir_version=9,

@@ -16,7 +16,7 @@ import onnxruntime
 import pytest
 from onnx import helper
 
-from compile import pipeline
+from compile import sizes
 from compile.graph import load_model, nodes_of
 from compile.pipeline import Options, Progress, compile_model
 from compile.shapes import parse_shape
@@ -172,7 +172,7 @@ def test_what_nobody_reads_is_not_written(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("unobserved")
 def test_a_weight_that_segments_share_is_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "BASE_BYTES", 0)
+    monkeypatch.setattr(sizes, "BASE_BYTES", 0)
     nodes = [node("MatMul", ["x" if i == 0 else f"h{i - 1}", "wv"[i % 2]], [f"h{i}"]) for i in range(4)]
     path = save(
         tmp_path, model(nodes, [value("x", [2, 40])], [value("h3", None)], [square("w"), square("v", 1)])

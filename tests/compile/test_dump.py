@@ -10,7 +10,8 @@ import onnxruntime
 import pytest
 
 from compile.errors import OptionError
-from compile.pipeline import NORMALIZE, Options, compile_model
+from compile.forms import NORMALIZE
+from compile.pipeline import Options, compile_model
 from targets.board import load_board
 from tests.support.models import external, init, model, node, normal, save, value
 

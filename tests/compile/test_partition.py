@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from compile.forms import NORMALIZE
 from compile.graph import ir
 from compile.partition import WORTHWHILE_FILL, Position, cut, extract, positions, segments, static_sizes
 from compile.passes.base import run_passes
-from compile.pipeline import NORMALIZE
 from tests.support.models import Array, init, model, node, normal, value
 
 # -- the choice ------------------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ import pytest
 
 from bench.models import fetch
 from compile.__main__ import main
+from compile.forms import NORMALIZE
 from compile.passes.fold import FoldConstants
-from compile.pipeline import NORMALIZE, Options, compile_model
+from compile.pipeline import Options, compile_model
 from compile.shapes import parse_shape
 from targets.board import load_board
 from targets.budget import check_plan

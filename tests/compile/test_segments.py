@@ -12,7 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from compile import pipeline
+from compile import pipeline, sizes
 from compile.pipeline import Options, compile_model
 from compile.shapes import parse_shape
 from targets.board import load_board
@@ -32,7 +32,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def only_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the compiler itself took nothing: segments have at most half of `host_memory`."""
-    monkeypatch.setattr(pipeline, "BASE_BYTES", 0)
+    monkeypatch.setattr(sizes, "BASE_BYTES", 0)
 
 
 def source_run(path: Path, sample: dict[str, Array]) -> list[Array]:

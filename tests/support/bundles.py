@@ -249,7 +249,7 @@ def chain(
             if int4:
                 weights[weight] = rng.integers(0, 256, (width, width // 32, 16), np.uint8)
                 weights[f"{weight}.scales"] = rng.random(width * width // 32, np.float32) / width
-                attributes = {"K": width, "N": width, "bits": 4, "block_size": 32, "accuracy_level": 4}
+                attributes: dict[str, Any] = {"K": width, "N": width, "bits": 4, "block_size": 32, "accuracy_level": 4}
                 inputs = [value, weight, f"{weight}.scales"]
                 nodes.append(helper.make_node("MatMulNBits", inputs, [product], domain="com.microsoft", **attributes))
             else:

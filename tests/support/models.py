@@ -17,10 +17,10 @@ from compile.backends.base import Lowered
 from compile.calibrate.collectors import Range, Unfit
 from compile.calibrate.run import calibrate
 from compile.calibrate.synthetic import random_samples
+from compile.forms import NORMALIZE
 from compile.graph import ir, load_model
 from compile.passes.base import run_passes
 from compile.passes.normalize import FixNames, RemoveDeadCode, SortNodes
-from compile.pipeline import NORMALIZE
 from compile.quantize.schemes import SCHEMES
 from compile.shapes import bind_shapes, build_contract, parse_shape
 from compile.writer import BundleWriter

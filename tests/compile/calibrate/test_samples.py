@@ -13,8 +13,7 @@ from compile.calibrate.samples import iterate, read_npz, read_samples
 from compile.calibrate.synthetic import corners, random_samples
 from compile.errors import DataError
 from compile.graph import load_model
-from compile.pipeline import _inputs_contract
-from compile.shapes import bind_shapes, parse_shape
+from compile.shapes import bind_shapes, contract_inputs, parse_shape
 from targets.tensor import Contract, DimRange, DType, TensorSpec
 from tests.support.models import init, model, node, normal, save, value
 
@@ -109,7 +108,7 @@ def test_random_samples_fit_the_contract_and_index_within_their_table(tmp_path: 
     outputs = [value("y", None), value("flag", [50], 9), value("text", [2], 8)]
     graph = load_model(save(tmp_path, model(nodes, inputs, outputs, weights)))
     dims = bind_shapes(graph, (parse_shape("i=1..100..900"),))
-    contract = _inputs_contract(graph, dims)
+    contract = Contract(contract_inputs(graph, dims), (), dims)
     assert corners(dims) == ("opt", "min", "max")
     assert corners({}) == ("opt",)
     samples = random_samples(graph, contract, corners(dims))
