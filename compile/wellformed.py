@@ -200,6 +200,12 @@ def _check_node(node: onnx.NodeProto, opsets: Mapping[str, int], where: str, *, 
     schema = _schema(node, opsets, where)
     if schema is None:
         return
+    own = [each for each in node.attribute if not each.ref_attr_name]
+    stated = {each.name: each.i if each.HasField("i") else len(each.ints) for each in own}
+    parts = stated.get("num_outputs", stated.get("split", len(node.output)))
+    if schema.name == "Split" and parts != len(node.output):
+        # ONNX's inference ends the process where there are more outputs than parts.
+        raise ModelError(f"{where} has {len(node.output)} outputs, and makes {parts}", _HINT)
     if schema.name == "Constant" and not schema.domain and len(names) != 1:
         raise ModelError(f"{where} has {len(names)} values; a constant has one", _HINT)
     _check_count(len(node.input), schema.min_input, schema.max_input, "inputs", where)

@@ -61,7 +61,8 @@ class FoldConstants(Pass):
 
     def _should_fold(self, node: ir.Node) -> bool | None:
         """False where the result is, or could be, larger than its cap: it would be computed before it is measured."""
-        if node.op_type in _GROWING or any(v is not None and v.dtype == ir.DataType.STRING for v in node.inputs):
+        values = [value for value in (*node.inputs, *node.outputs) if value is not None]
+        if node.op_type in _GROWING or any(value.dtype == ir.DataType.STRING for value in values):
             return False
         if any(_holds_nan(value) for value in node.inputs):
             # It is refused when it is written, under the name that it has in the model.

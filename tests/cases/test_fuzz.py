@@ -169,6 +169,11 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
         "lacks its input 1, 'data_0'",
     ),
     "too many outputs": (lambda: graph(node("Relu", ["x"], ["y", "z"])), "has 2 outputs; its operator has 1"),
+    # An abort in ONNX's shape inference.
+    "more outputs than parts": (
+        lambda: graph(node("Split", ["x"], ["y", "z"], num_outputs=1), opset=18),
+        "has 2 outputs, and makes 1",
+    ),
     "a constant without a value": (
         lambda: graph(node("Constant", [], ["c"]), node("Add", ["x", "c"], ["y"])),
         "has 0 values; a constant has one",
@@ -309,6 +314,14 @@ def test_a_product_of_sizes_beyond_64_bits_is_refused(tightfit: Run, tmp_path: P
     weights = [init("s", np.array([1 << 40, 1 << 40, 1, 1]))]
     path = save(tmp_path, graph(*nodes, weights=weights))
     refused(tightfit, tmp_path, "Expand .* makes '.*' of shape .*, more than any memory", path, "--target", BOARD)
+
+
+def test_a_constant_is_not_folded_into_text(tightfit: Run, tmp_path: Path) -> None:
+    """What is folded has a size; onnxruntime says what it makes of Abs of text."""
+    nodes = [node("CastLike", ["one", "x"], ["t"]), node("Equal", ["x", "t"], ["b"]), node("Abs", ["t"], ["y"])]
+    x = value("x", [1], TensorProto.STRING)
+    path = save(tmp_path, graph(*nodes, x=x, weights=[init("one", np.float32([1]))], opset=19, ir_version=9))
+    refused(tightfit, tmp_path, "Abs|cannot load", path, "--target", BOARD)
 
 
 def undeclared_type() -> onnx.ModelProto:
