@@ -198,16 +198,12 @@ def _check_node(node: onnx.NodeProto, opsets: Mapping[str, int], where: str, *, 
     for attribute in node.attribute:
         _check_attribute(attribute, where, inside_function=inside_function)
     schema = _schema(node, opsets, where)
-    if schema is None:
-        return
-    own = [each for each in node.attribute if not each.ref_attr_name]
-    stated = {each.name: each.i if each.HasField("i") else len(each.ints) for each in own}
-    parts = stated.get("num_outputs", stated.get("split", len(node.output)))
-    if schema.name == "Split" and parts != len(node.output):
-        # ONNX's inference ends the process where there are more outputs than parts.
-        raise ModelError(f"{where} has {len(node.output)} outputs, and makes {parts}", _HINT)
-    if schema.name == "Constant" and not schema.domain and len(names) != 1:
-        raise ModelError(f"{where} has {len(names)} values; a constant has one", _HINT)
+    if schema is not None:
+        _check_operands(node, schema, where)
+        _check_attributes(node, schema, where)
+
+
+def _check_operands(node: onnx.NodeProto, schema: onnx.defs.OpSchema, where: str) -> None:
     _check_count(len(node.input), schema.min_input, schema.max_input, "inputs", where)
     _check_count(len(node.output), schema.min_output, schema.max_output, "outputs", where)
     for index, name in enumerate(node.input):
@@ -215,6 +211,9 @@ def _check_node(node: onnx.NodeProto, opsets: Mapping[str, int], where: str, *, 
         formal = schema.inputs[min(index, len(schema.inputs) - 1)]
         if not name and formal.option != onnx.defs.OpSchema.FormalParameterOption.Optional:
             raise ModelError(f"{where} lacks its input {index}, {formal.name!r}", _HINT)
+
+
+def _check_attributes(node: onnx.NodeProto, schema: onnx.defs.OpSchema, where: str) -> None:
     for attribute in node.attribute:
         known = schema.attributes.get(attribute.name)
         if known is None:
@@ -225,9 +224,18 @@ def _check_node(node: onnx.NodeProto, opsets: Mapping[str, int], where: str, *, 
         wanted = str(known.type).rpartition(".")[2]
         if _named(attribute) != wanted:
             raise ModelError(f"{where}: attribute {attribute.name!r} is {_named(attribute)}, not {wanted}", _HINT)
-    missing = next((name for name, each in schema.attributes.items() if each.required and name not in names), None)
+    given = {attribute.name: attribute for attribute in node.attribute}
+    missing = next((name for name, each in schema.attributes.items() if each.required and name not in given), None)
     if missing is not None:
         raise ModelError(f"{where} lacks its attribute {missing!r}", _HINT)
+    if schema.name == "Constant" and not schema.domain and len(given) != 1:
+        raise ModelError(f"{where} has {len(given)} values; a constant has one", _HINT)
+    stated = given.get("num_outputs", given.get("split"))
+    if schema.name == "Split" and stated is not None and not stated.ref_attr_name:
+        parts = stated.i if stated.name == "num_outputs" else len(stated.ints)
+        if parts != len(node.output):
+            # ONNX's inference ends the process where there are more outputs than parts.
+            raise ModelError(f"{where} has {len(node.output)} outputs, and makes {parts}", _HINT)
 
 
 def _schema(node: onnx.NodeProto, opsets: Mapping[str, int], where: str) -> onnx.defs.OpSchema | None:
