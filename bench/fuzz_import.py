@@ -1,6 +1,6 @@
 """Damaged ONNX files into the compiler: `python -m bench.fuzz_import --save`.
 
-    python -m bench.fuzz_import                          # 100,000 cases, about an hour on two cores
+    python -m bench.fuzz_import                          # 100,000 cases, about half an hour on two cores
     python -m bench.fuzz_import --count 2000 --seed 7    # fewer, and others
     python -m bench.fuzz_import --seed 7 --case 123      # one of them: what it is and how it ends
     python -m bench.fuzz_import --seed 7 --case 123 --write bad.onnx

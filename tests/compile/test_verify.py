@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from compile import verify as verify_module
 from compile.activations import ActivationCache
 from compile.calibrate.samples import Sample
 from compile.errors import VerificationError
@@ -48,6 +49,15 @@ def test_the_figures_are_those_of_all_samples_together() -> None:
     assert found.relative_l2 == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(a), rel=1e-5)
     assert found.cosine == pytest.approx((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b), rel=1e-5)
     assert found.top1_agreement == pytest.approx((a.argmax(1) == b.argmax(1)).mean())
+
+
+def test_a_large_output_is_compared_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = normal(3, 7, seed=1), normal(3, 7, seed=2)
+    whole, pieces = Comparison("y"), Comparison("y")
+    whole.add(a, b)
+    monkeypatch.setattr(verify_module, "_PIECE", 4)
+    pieces.add(a, b)
+    assert pieces.result() == whole.result()
 
 
 def test_equal_models_differ_by_nothing(tmp_path: Path) -> None:
