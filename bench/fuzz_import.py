@@ -367,6 +367,7 @@ class Tally:
 def report(tally: Tally, seeds: int, first: int, seconds: float) -> str:
     """What was tried, and how it ended, for people."""
     phases = ("read", "transform", "calibrate", "quantize and write", "verify", "plan memory", "finish")
+    schemes = ", ".join(SCHEMES)
     rows = [
         f"| {outcome.value} | {tally.outcomes[outcome]} | "
         + " | ".join(str(tally.phases[outcome, phase] or "") for phase in phases)
@@ -379,9 +380,10 @@ def report(tally: Tally, seeds: int, first: int, seconds: float) -> str:
         [
             "# Damaged ONNX files into the compiler",
             "",
-            f"{tally.cases} cases from {seeds} seed models (seed {first}), each under one of {', '.join(SCHEMES)};",
+            f"{tally.cases} cases from {seeds} seed models (seed {first}), each under one of {schemes};",
             f"one in {TO_THE_END} was compiled to the end, the others to the end of the verification, which loads and",
-            f"runs source and result, each run for at most {RUN_LIMIT_S} s. Of the {HOST_MEMORY >> 20} MiB of --host-memory,",
+            f"runs source and result, each run for at most {RUN_LIMIT_S} s. Of the {HOST_MEMORY >> 20} MiB of "
+            "--host-memory,",
             f"at most {tally.peak >> 20} were resident. {seconds:.0f} s. Made by `python -m bench.fuzz_import --save`.",
             "",
             "| how it ended | cases | in " + " | ".join(phases) + " |",
