@@ -41,10 +41,9 @@ import onnxruntime
 from bench.machine import describe_machine, measured_on
 from bench.models import cache_folder, fetch_wheel
 from compile.backends.base import backend
-from compile.pipeline import Options, compile_model
+from compile.pipeline import Options, Progress, compile_model
 from compile.quantize.schemes import SCHEMES
 from targets.board import load_board
-from targets.bundle import Manifest
 from targets.errors import TightfitError
 from targets.tensor import DimRange
 
@@ -145,15 +144,28 @@ def run_source(case: Case) -> Result:
     return _compared(case, "source", made, exact=True)
 
 
-def run_compiled(case: Case, scheme: str) -> Result:
-    """Compile and run the bundle's segments one after the other on the model's own inputs."""
+class _Enough(Exception):  # noqa: N818 - the end of a case, not an error
+    """The model is written, loaded, run and compared; what follows is its memory."""
+
+
+class _UntilPlan(Progress):
+    def phase(self, name: str, total: int = 0) -> None:  # noqa: ARG002
+        if name == "plan memory":
+            raise _Enough
+
+
+def run_compiled(case: Case, scheme: str, plan: bool = False) -> Result:
+    """Compile the model and run what was written on the model's own inputs.
+
+    The compiler stops in front of "plan memory", which takes three times as long as all before; with `plan` it goes on
+    to the bundle.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         out = folder / "model.tfb"
         try:
             inputs = dict(zip(case.input_names(), case.inputs(), strict=True))
-            manifest = compile_model(case.path, load_board(BOARD), out, _options(scheme, inputs, folder))
-            made = _run_bundle(out, manifest, inputs)
+            made = _compile_and_run(case, out, _options(scheme, inputs, folder), inputs, plan)
         except TightfitError as error:
             left = "; an output was left" if out.exists() else ""
             return Result(case.name, scheme, Outcome.CRASHED if left else Outcome.REFUSED, _one_line(error) + left)
@@ -188,13 +200,18 @@ def _fixed(size: int) -> DimRange:
     return DimRange(size, size, size)
 
 
-def _run_bundle(out: Path, manifest: Manifest, inputs: dict[str, Any]) -> list[Any]:
-    runtime = backend(manifest.runtime)
-    values = dict(inputs)
-    for segment in manifest.segments:
-        model = runtime.load(out / segment.file, dict(segment.settings))
-        values.update(model.run({name: values[name] for name in segment.inputs}))
-    return [values[spec.name] for spec in manifest.contract.outputs]
+def _compile_and_run(case: Case, out: Path, options: Options, inputs: dict[str, Any], plan: bool) -> list[Any]:
+    board = load_board(BOARD)
+    written = out
+    try:
+        compile_model(case.path, board, out, options, Progress() if plan else _UntilPlan())
+    except _Enough:
+        written = out.with_name(f"{out.name}.partial")
+    # All these models are one segment.
+    model = backend(board.runtime.name).load(written / "segments/00.onnx", {})
+    made = model.run({name: value for name, value in inputs.items() if value is not None})
+    names = [v.name for v in onnx.load(case.path, load_external_data=False).graph.output]
+    return [made[name] for name in names]
 
 
 def _compared(case: Case, scheme: str, made: Sequence[Any], exact: bool) -> Result:
@@ -245,16 +262,11 @@ def _one_line(error: Exception) -> str:
 # -- the run ---------------------------------------------------------------------------------------------------
 
 
-def run_case(case: Case, schemes: Sequence[str]) -> list[Result]:
-    """The source and every scheme, in this process."""
-    return [run_source(case), *(run_compiled(case, scheme) for scheme in schemes)]
-
-
-def run_all(cases: Sequence[Case], schemes: Sequence[str], workers: int) -> Iterator[list[Result]]:
-    """Results as they come. A worker that dies or hangs is replaced; its model counts as crashed."""
+def run_all(cases: Sequence[Case], schemes: Sequence[str], workers: int, plan: bool = False) -> Iterator[list[Result]]:
+    """Results as they come, the source first. A worker that dies or hangs is replaced; its model counts as crashed."""
     waiting = collections.deque(cases)
     with contextlib.ExitStack() as stack:
-        lanes = [stack.enter_context(_Lane(schemes)) for _ in range(min(workers, len(cases)))]
+        lanes = [stack.enter_context(_Lane(schemes, plan)) for _ in range(min(workers, len(cases)))]
         with concurrent.futures.ThreadPoolExecutor(len(lanes)) as threads:
             running: dict[concurrent.futures.Future[list[Result]], _Lane] = {}
             while waiting or running:
@@ -270,8 +282,8 @@ def run_all(cases: Sequence[Case], schemes: Sequence[str], workers: int) -> Iter
 class _Lane:
     """One worker process, started anew when it has died."""
 
-    def __init__(self, schemes: Sequence[str]) -> None:
-        self._schemes = schemes
+    def __init__(self, schemes: Sequence[str], plan: bool) -> None:
+        self._schemes, self._plan = schemes, plan
         self._context = multiprocessing.get_context("spawn")
         self._process: Any = None
 
@@ -285,7 +297,9 @@ class _Lane:
 
     def _start(self) -> None:
         self._pipe, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=_serve, args=(theirs, tuple(self._schemes)), daemon=False)
+        self._process = self._context.Process(
+            target=_serve, args=(theirs, tuple(self._schemes), self._plan), daemon=False
+        )
         self._process.start()
         theirs.close()
 
@@ -307,7 +321,7 @@ class _Lane:
         return results
 
 
-def _serve(pipe: Any, schemes: tuple[str, ...]) -> None:
+def _serve(pipe: Any, schemes: tuple[str, ...], plan: bool) -> None:
     while True:
         try:
             case = pipe.recv()
@@ -315,7 +329,7 @@ def _serve(pipe: Any, schemes: tuple[str, ...]) -> None:
             return
         pipe.send(run_source(case))
         for scheme in schemes:
-            pipe.send(run_compiled(case, scheme))
+            pipe.send(run_compiled(case, scheme, plan))
 
 
 # -- the table -------------------------------------------------------------------------------------------------
@@ -379,6 +393,7 @@ def main() -> None:
     parser.add_argument("--scheme", action="append", choices=tuple(SCHEMES), help="by default all")
     parser.add_argument("-k", dest="match", default="", help="only models whose name holds this")
     parser.add_argument("--every", type=int, default=1, help="only every N-th model")
+    parser.add_argument("--plan", action="store_true", help="go on to the memory plan and the bundle")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}.md and .json")
     parser.add_argument("--out", type=Path, help="write every result as a line of JSON")
@@ -390,7 +405,7 @@ def main() -> None:
     results: list[Result] = []
     with contextlib.ExitStack() as stack:
         lines = stack.enter_context(options.out.open("w")) if options.out else None
-        for count, found in enumerate(run_all(cases, schemes, options.workers), 1):
+        for count, found in enumerate(run_all(cases, schemes, options.workers, options.plan), 1):
             results += found
             for result in found:
                 if lines:

@@ -17,7 +17,7 @@ def test_every_27th_model_compiles_under_every_scheme_and_gives_what_is_expected
     assert len(cases) == 1905
     sample = cases[::EVERY]
     ran = 0
-    for source, *compiled in run_all(sample, tuple(SCHEMES), 2):
+    for source, *compiled in run_all(sample, tuple(SCHEMES), 2, plan=True):
         for result in compiled:
             assert result.outcome is not Outcome.CRASHED, result
             if source.outcome is Outcome.EQUAL and SERVED_LATER not in result.reason:
