@@ -20,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from compile.backends.ort import load_mapped
-from compile.forms import SOURCE_FORM
+from compile.forms import SOURCE_FORM, link_limit
 from compile.graph import load_model
 from compile.host import give_back
 from compile.limits import Limit, limited
 from compile.partition import cut, extract, positions, segments, static_sizes
 from compile.passes.base import run_passes
+from compile.passes.widen import holds_half
 from compile.serving import finalise_command, needs_finalise, serve_command, started
 from compile.shapes import bind_shapes, parse_shape
 from compile.sizes import segment_limit
@@ -157,7 +158,8 @@ def run_source(source: Path, asked: Sequence[Array], host_memory: int) -> list[A
     run_passes(largest, SOURCE_FORM)
     values: list[dict[str, Array]] = [{name or "": x} for x in asked]
     (output,) = form.graph.outputs
-    parts = segments(form, cut(positions(form, static_sizes(largest)), segment_limit(host_memory)))
+    limit = link_limit(segment_limit(host_memory), holds_half(form))
+    parts = segments(form, cut(positions(form, static_sizes(largest)), limit))
     for at, part in enumerate(parts):
         link = load_mapped(extract(form, part), source.parent)
         read_later = {each for later in parts[at + 1 :] for each in later.inputs} | {output.name}

@@ -76,14 +76,27 @@ def at_largest(source: Path, shapes: Sequence[ShapeRequest], passes: Sequence[Pa
     return model
 
 
+def link_limit(limit: int, half: bool) -> int:
+    """Most weight bytes of a link of the source, where one of the compiled model may have `limit`: of an FP16 model the
+    runtime widens every weight before it computes with the first (seen with onnxruntime 1.32)."""
+    return limit // 2 if half else limit
+
+
 def source_chain(
-    source: Path, shapes: Sequence[ShapeRequest], limit: int, runtime: Backend, source_bytes: int, parts: Sequence[Part]
+    source: Path,
+    shapes: Sequence[ShapeRequest],
+    limit: int,
+    runtime: Backend,
+    source_bytes: int,
+    half: bool,
+    parts: Sequence[Part],
 ) -> list[Link]:
     """The source model as links that the host can hold, making every value that crosses between `parts`.
 
     A model that fits as a whole is the very file it came from, loaded as any user of the runtime would. What the
     runtime refuses to load so, for the sake of names or of an old opset, is loaded in the form that passes gave it.
     """
+    limit = link_limit(limit, half)
     if len(parts) == 1 and source_bytes <= limit:
         return [Link("source", parts[0].inputs, parts[0].outputs, lambda: _load_whole(source, shapes, runtime))]
     form = source_form(source, shapes)

@@ -25,7 +25,7 @@ from compile.calibrate.samples import Sample, iterate, read_samples, readers_of
 from compile.calibrate.synthetic import corners, largest_sample, random_samples
 from compile.dump import check_pass_name, dump_after
 from compile.errors import ModelError, OptionError, VerificationError
-from compile.forms import NORMALIZE, at_largest, source_chain, source_form
+from compile.forms import NORMALIZE, at_largest, link_limit, source_chain, source_form
 from compile.graph import initializers, ir, load_model, weight_nbytes
 from compile.partition import Cut, cut, extract, positions, segments, static_sizes
 from compile.passes.base import run_passes
@@ -190,6 +190,7 @@ class _Work:
     settings: dict[str, str]
     properties: dict[str, str]
     source_bytes: int
+    half: bool
     stamp: SourceStamp
     head: dict[str, Any]
     error_limit: float | None
@@ -279,6 +280,7 @@ def _transform(
         settings=runtime.session_settings(scheme),
         properties=properties,
         source_bytes=source_bytes,
+        half=half,
         stamp=stamp,
         head=head,
         error_limit=_error_limit(options, scheme, half),
@@ -310,7 +312,7 @@ def _calibrate(
 
     names = runtime.prepare(model, scheme)
     sizes = static_sizes(at_largest(source, options.shapes, NORMALIZE))
-    limit = segment_limit(options.host_memory)
+    limit = link_limit(segment_limit(options.host_memory), holds_half(model))
     scratch = out.with_name(f"{out.name}.calibration")
     method = options.calibrate_with
     ranges = calibrate(model, names, samples, method, runtime, source.parent, sizes, limit, scratch)
@@ -334,7 +336,7 @@ def _verify(
     with writer.scratch() as folder:
         cache = ActivationCache(folder, shutil.disk_usage(folder).free // 2)
         limit = segment_limit(options.host_memory)
-        chain = source_chain(source, options.shapes, limit, runtime, work.source_bytes, parts)
+        chain = source_chain(source, options.shapes, limit, runtime, work.source_bytes, work.half, parts)
         return verify(
             [*map(bound, chain)], [*map(bound, compiled)], work.samples, work.results, cache, work.error_limit
         )
