@@ -162,6 +162,10 @@ SERVICE_BYTES = 768 << 10
 """What a model has both processes hold beside all that is counted, whatever it is: found by measuring thirteen bundles,
 of which it had up to 0.6 MiB; probably partly filled pages of two heaps, and objects of contract and requests."""
 
+SESSION_BYTES, THREAD_BYTES = 16 << 10, 112 << 10
+"""What each further session has of its own, and each of its threads: they have a pool of threads each, whose stacks are
+touched. Five sessions of two threads had 880 KiB more than one; 55 KiB a thread before the first run."""
+
 BODY_COPIES = 2
 """A request's tensors in the gateway, in the binary form: the parts that arrived, and the body joined from them. JSON
 is several times as long, compressed bodies are held twice; neither is in the plan."""
@@ -223,9 +227,10 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residency: Re
               gateway reads, as they arrived and joined. Answers leave straight from the slab. With a recipe also the
               image library and the one image that is being decoded.
     """
+    per_session = SESSION_BYTES + board.cores * THREAD_BYTES
     fixed = (
         Term("runtime", "anonymous", board.memory.runtime_fixed_mib * MIB),
-        Term("service", "anonymous", SERVICE_BYTES),
+        Term("service", "anonymous", SERVICE_BYTES + _further_sessions(needs.weights, residency) * per_session),
     )
     index = -(-(arena.height + needs.workspace) // ALIGNMENT) * INDEX_BYTES
     weights = _WEIGHT_TERMS[residency](needs.weights, index)
@@ -248,6 +253,11 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residency: Re
     if residency.needs_finalise:
         phases.insert(0, Phase(FINALISE, (*fixed, *_finalise_terms(needs.weights, index))))
     return MemoryPlan(budget_bytes(board), slots, tuple(phases), arena)
+
+
+def _further_sessions(parts: Sequence[WeightFootprint], residency: Residency) -> int:
+    """Sessions that are open at a time, but for the one that the runtime's fixed cost has."""
+    return min(len(parts), 2 if residency is Residency.STREAMED else len(parts)) - 1
 
 
 @dataclasses.dataclass(frozen=True)
