@@ -27,7 +27,7 @@ import sys
 import tempfile
 import traceback
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +149,14 @@ class _Enough(Exception):  # noqa: N818 - the end of a case, not an error
 
 
 class _UntilPlan(Progress):
+    """Calls `then` in front of "plan memory", while what was written is there, and ends the compilation."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
     def phase(self, name: str, total: int = 0) -> None:  # noqa: ARG002
         if name == "plan memory":
+            self._then()
             raise _Enough
 
 
@@ -202,16 +208,21 @@ def _fixed(size: int) -> DimRange:
 
 def _compile_and_run(case: Case, out: Path, options: Options, inputs: dict[str, Any], plan: bool) -> list[Any]:
     board = load_board(BOARD)
-    written = out
-    try:
-        compile_model(case.path, board, out, options, Progress() if plan else _UntilPlan())
-    except _Enough:
-        written = out.with_name(f"{out.name}.partial")
-    # All these models are one segment.
-    model = backend(board.runtime.name).load(written / "segments/00.onnx", {})
-    made = model.run({name: value for name, value in inputs.items() if value is not None})
-    names = [v.name for v in onnx.load(case.path, load_external_data=False).graph.output]
-    return [made[name] for name in names]
+    made: dict[str, Any] = {}
+
+    def run(folder: Path) -> None:
+        # All these models are one segment.
+        model = backend(board.runtime.name).load(folder / "segments/00.onnx", {})
+        made.update(model.run({name: value for name, value in inputs.items() if value is not None}))
+
+    if plan:
+        compile_model(case.path, board, out, options)
+        run(out)
+    else:
+        with contextlib.suppress(_Enough):
+            partial = out.with_name(f"{out.name}.partial")
+            compile_model(case.path, board, out, options, _UntilPlan(lambda: run(partial)))
+    return [made[v.name] for v in onnx.load(case.path, load_external_data=False).graph.output]
 
 
 def _compared(case: Case, scheme: str, made: Sequence[Any], exact: bool) -> Result:
@@ -365,7 +376,8 @@ def report(figures: dict[str, Any]) -> str:
     lines = [
         "# Conformance: the models of the onnx package through the compiler",
         "",
-        f"The {figures['models']} models of `{PACKAGE}` with data, compiled for `{BOARD}` and run on their own inputs.",
+        f"{figures['models']} of the {figures['available']} models of `{PACKAGE}` with data, compiled for",
+        f"`{BOARD}` and run on their own inputs.",
         "*source*: onnxruntime runs the file itself. FP32 gives the expected values, the other schemes run and give",
         "the expected shapes and types. Made by `python -m bench.conformance --save`.",
         "",
@@ -415,6 +427,7 @@ def main() -> None:
             if count % 50 == 0:
                 print(f"{count} of {len(cases)}", file=sys.stderr, flush=True)
     figures = {"machine": describe_machine("onnxruntime", "onnx", "numpy"), **summary(results, schemes)}
+    figures["available"] = len(conformance_models())
     text = report(figures)
     print(text)
     if options.save:

@@ -173,6 +173,10 @@ def _check_inferred(model: ir.Model) -> None:
                     "use smaller shapes, or export the model again",
                 )
             if any(dim < 0 for dim in sizes):
+                if node.graph is not model.graph:
+                    # The branch that these inputs do not take may be wrong for them.
+                    value.shape = None
+                    continue
                 raise ModelError(
                     f"{node.op_type} node {node.name!r} makes {value.name!r} of shape {_shown(value.shape)}",
                     "its inputs are too small for its attributes: use larger shapes, or export the model again",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.conformance import Outcome, conformance_models, run_all
+from bench.conformance import Outcome, conformance_models, run_all, run_compiled
 from compile.quantize.schemes import SCHEMES
 
 EVERY = 27
@@ -24,3 +24,9 @@ def test_every_27th_model_compiles_under_every_scheme_and_gives_what_is_expected
                 assert result.outcome is Outcome.EQUAL, result
                 ran += 1
     assert ran > len(sample) * len(SCHEMES) // 2
+
+
+def test_a_branch_that_the_inputs_do_not_take_may_be_wrong_for_them() -> None:
+    (case,) = (each for each in conformance_models() if each.name == "node/test_affine_grid_3d_expanded")
+    result = run_compiled(case, "fp32")
+    assert result.outcome is Outcome.EQUAL, result
