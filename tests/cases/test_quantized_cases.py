@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto as T
 
 from compile.backends.base import Lowered
 from compile.graph import load_model, weight_nbytes
-from tests.support.models import SCHEME_NAMES, Array, emit, init, model, node, normal, relative, run, save, value
+from tests.cases.forms import samples_of
+from tests.support.models import SCHEME_NAMES, emit, init, model, node, normal, relative, run, save, value
 
 LIMITS = {"fp32": 1e-5, "int8-static": 0.05, "int8-dynamic": 0.05, "int8-weights": 0.05, "int4": 0.3}
 
@@ -68,29 +68,12 @@ CASES: dict[str, tuple[Callable[[], onnx.ModelProto], set[str]]] = {
 }  # fmt: skip
 
 
-def sample_of(proto: onnx.ModelProto) -> dict[str, Array]:
-    weights = {tensor.name for tensor in proto.graph.initializer}
-    made: dict[str, Array] = {}
-    for seed, entry in enumerate(proto.graph.input):
-        if entry.name in weights:
-            continue
-        kind = entry.type.tensor_type
-        shape = [dim.dim_value for dim in kind.shape.dim]
-        if kind.elem_type == T.STRING:
-            made[entry.name] = np.full(shape, "a", object)
-        elif kind.elem_type == T.BOOL:
-            made[entry.name] = np.array(True)
-        else:
-            made[entry.name] = normal(*shape, seed=seed + 10)
-    return made
-
-
 @pytest.mark.parametrize("scheme", SCHEME_NAMES)
 @pytest.mark.parametrize("case", CASES)
 def test_the_results_stay(tmp_path: Path, case: str, scheme: str) -> None:
     build, quantized = CASES[case]
     proto = build()
-    path, sample = save(tmp_path, proto), sample_of(proto)
+    path, sample = save(tmp_path, proto), samples_of(proto, seed=10)
     segment, report = emit(path, scheme, tmp_path, samples=[sample])
     expected, found = run(path, sample), run(segment, sample)
     assert list(found) == list(expected)
