@@ -24,7 +24,8 @@ from compile.forms import SOURCE_FORM, link_limit
 from compile.graph import load_model
 from compile.host import give_back
 from compile.limits import Limit, limited
-from compile.partition import cut, extract, positions, segments, static_sizes
+from compile.partition.graph import extract, positions, segments, static_sizes
+from compile.partition.greedy import cut
 from compile.passes.base import run_passes
 from compile.passes.widen import holds_half
 from compile.serving import finalise_command, needs_finalise, serve_command, started

@@ -9,7 +9,8 @@ from pathlib import Path
 from compile.backends.base import Backend, Model, Part
 from compile.errors import VerificationError
 from compile.graph import ir, load_model
-from compile.partition import Cut, cut, extract, positions, segments, static_sizes
+from compile.partition.graph import Cut, extract, positions, segments, static_sizes
+from compile.partition.greedy import cut
 from compile.passes.base import Pass, run_passes
 from compile.passes.fold import FoldConstants
 from compile.passes.normalize import (

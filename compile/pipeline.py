@@ -27,7 +27,8 @@ from compile.dump import check_pass_name, dump_after
 from compile.errors import ModelError, OptionError, VerificationError
 from compile.forms import NORMALIZE, at_largest, link_limit, source_chain, source_form
 from compile.graph import initializers, ir, load_model, weight_nbytes
-from compile.partition import Cut, cut, extract, positions, segments, static_sizes
+from compile.partition.graph import Cut, extract, positions, segments, static_sizes
+from compile.partition.greedy import cut
 from compile.passes.base import run_passes
 from compile.passes.normalize import (
     FixNames,

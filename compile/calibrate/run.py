@@ -14,7 +14,8 @@ from compile.bounded import BoundedModel
 from compile.calibrate.collect import Samples, Stage, collect
 from compile.calibrate.collectors import METHODS, Range, Unfit, collect_range
 from compile.graph import ir
-from compile.partition import Cut, cut, extract, positions, segments
+from compile.partition.graph import Cut, extract, positions, segments
+from compile.partition.greedy import cut
 
 
 def calibrate(

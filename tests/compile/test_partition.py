@@ -14,7 +14,8 @@ from onnx import TensorProto, helper
 
 from compile.forms import NORMALIZE
 from compile.graph import ir
-from compile.partition import WORTHWHILE_FILL, Position, cut, extract, positions, segments, static_sizes
+from compile.partition.graph import extract, positions, segments, static_sizes
+from compile.partition.greedy import WORTHWHILE_FILL, Position, cut
 from compile.passes.base import run_passes
 from tests.support.models import Array, init, model, node, normal, value
 

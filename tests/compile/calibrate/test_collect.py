@@ -19,7 +19,7 @@ from compile.calibrate.collectors import Range
 from compile.calibrate.run import calibrate
 from compile.errors import VerificationError
 from compile.graph import ir
-from compile.partition import static_sizes
+from compile.partition.graph import static_sizes
 from tests.support.models import Array, init, model, node, normal, prepared, save, value
 
 sizes = st.dictionaries(st.text(max_size=3), st.one_of(st.none(), st.integers(0, 100)))
