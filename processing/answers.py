@@ -98,7 +98,7 @@ def _candidates(
     reach = activated(bins, "softmax") @ np.arange(bins.shape[-1], dtype=np.float32) * stride
     _, columns = grid(stride, height, width)
     row, column = np.divmod(chosen, columns)
-    centre = np.stack([column, row], axis=1).astype(np.float32) * stride + np.float32((stride - 1) / 2)
+    centre = (np.stack([column, row], axis=1).astype(np.float32) + 0.5) * stride
     boxes = np.concatenate([centre - reach[:, :2], centre + reach[:, 2:]], axis=1)
     return boxes.astype(np.float32), sure[chosen], classes[chosen]
 

@@ -69,15 +69,15 @@ POST = NanoDet(("a", "b", "c"), ("d", "e", "f"), (8, 16, 32))
 
 
 def test_nanodet_boxes_are_where_the_head_says() -> None:
-    # Row 2, column 3 of stride 8: centre (27.5, 19.5). Row 0, column 1 of stride 32: centre (47.5, 15.5).
+    # Row 2, column 3 of stride 8: centre (28, 20). Row 0, column 1 of stride 32: centre (48, 16).
     scores, distances = head(
         POST, (8, 19, 0, 0.9, (1, 2, 3, 1)), (32, 1, 1, 0.5, (1, 0, 7, 1)), (16, 3, 1, 0.3, (1,) * 4)
     )
     answer = nanodet(scores, distances, POST, ("cat", "dog"), WHOLE, 64, 64)
     assert texts(answer["label"]) == ["cat", "dog"]
     assert answer["score"].tolist() == pytest.approx([0.9, 0.5])
-    # The last would end at 271.5: boxes end at the image's edges.
-    assert answer["boxes"].tolist() == [[19.5, 3.5, 51.5, 27.5], [15.5, 15.5, 64, 47.5]]
+    # The last would end at 272: boxes end at the image's edges.
+    assert answer["boxes"].tolist() == [[20, 4, 52, 28], [16, 16, 64, 48]]
 
 
 def test_nanodet_maps_boxes_back_to_the_image() -> None:
@@ -85,7 +85,7 @@ def test_nanodet_maps_boxes_back_to_the_image() -> None:
     # An image of 400 x 200 as 64 x 32 in the middle of 64 x 64.
     frame = Frame(400, 200, 0.16, 0.16, 0, 16)
     answer = nanodet(scores, distances, POST, ("cat", "dog"), frame, 64, 64)
-    assert answer["boxes"][0].tolist() == pytest.approx([19.5 / 0.16, 0, 35.5 / 0.16, 11.5 / 0.16])
+    assert answer["boxes"][0].tolist() == pytest.approx([20 / 0.16, 0, 36 / 0.16, 12 / 0.16])
 
 
 def test_a_distance_is_the_expectation_over_its_bins() -> None:
