@@ -1,24 +1,25 @@
 """Our INT8 beside onnxruntime's, on the same calibration and evaluation samples: error, its interval, and speed.
 
-    python -m bench.int8_accuracy [TASK...] [--nanodet FILE] [--blazeface FILE] [--save]
+    python -m bench.int8_accuracy [TASK...] [--nanodet FILE --boxes FILE] [--blazeface FILE] [--sections FILE] [--save]
 
-Per task a model is calibrated on some samples and judged on others: the recogniser by character error rate, all by
-relative L2 against float32. Intervals are bootstrapped over the samples, in pairs for differences. Latency is the
-median of interleaved runs. Photographs are those of Debian's opencv-doc, texts the docstrings of Python's library,
-sounds are made.
+`bench.int8_tasks` says what each model is calibrated on, and by which metric of its own it is judged. Beside that
+stands relative L2 against float32, mean over outputs and runs. Intervals are bootstrapped over the samples, in pairs
+for differences. Latency is the median of interleaved runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -27,7 +28,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from bench.bundle_runner import BundleRunner, Run, runner_of, session_of
-from bench.int8_tasks import Array, Feed, Task, blazeface, nanodet, recogniser, sentences, voice_activity
+from bench.int8_tasks import Array, Feed, Metric, Task, blazeface, mean, nanodet, recogniser, sections, voice_activity
 from bench.machine import describe_machine, measured_on, threads
 from compile.calibrate.collectors import DEFAULT_METHOD, METHODS
 from compile.pipeline import Options, compile_model
@@ -37,23 +38,26 @@ from targets.errors import TightfitError
 
 RESULTS = Path(__file__).parent / "results" / "int8_accuracy"
 BOARD = "raspberry-pi-5-4gb"
+FLOAT = "float32"
+RESAMPLES = 2000
 ROUNDS = 15
 """Interleaved runs of each model; the ratio of their medians is reported."""
 
 
+Figure = tuple[float, float, float]
+"""A value and the ends of its 95 % interval."""
+L2 = "relative L2"
+
+
 @dataclass
 class Row:
-    """One way to quantize one model. Errors are means over the samples with 95 % intervals."""
+    """One way to run one model: its errors by metric, and how much larger they are than its rival's."""
 
     task: str
     way: str
-    relative_l2: float
-    l2_interval: tuple[float, float]
-    argmax: float
-    latency: float
-    error: float | None = None
-    error_interval: tuple[float, float] | None = None
-    against: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    errors: dict[str, Figure] = field(default_factory=dict)
+    against: dict[str, Figure] = field(default_factory=dict)
+    latency: float = math.nan
     failure: str = ""
 
 
@@ -131,41 +135,65 @@ PAIRS = {
 # -- figures ------------------------------------------------------------------------------------------------
 
 
+class Compared:
+    """A model whose runs are compared with those of float32, in the same order."""
+
+    def __init__(self, run: Run, truth: Sequence[Mapping[str, Array]]) -> None:
+        self._run, self._truth = run, iter(truth)
+        self.distances: list[float] = []
+
+    def __call__(self, feed: Feed) -> Mapping[str, Array]:
+        made = self._run(feed)
+        self.distances.append(distance(next(self._truth), made))
+        return made
+
+
 def measure(name: str, task: Task, ways: Mapping[str, Callable[[Task, Path], Run]]) -> list[Row]:
-    """A row for each way."""
+    """A row for float32, and one for each way."""
+    truth: list[Mapping[str, Array]] = []
     reference = runner_of(session_of(task.source, threads()))
-    truth = [reference(feed) for feed in task.evaluation]
-    rows: list[Row] = []
-    runs: dict[str, Run] = {"float32": reference}
-    samples: dict[str, tuple[Array, Array | None]] = {}
+
+    def noted(feed: Feed) -> Mapping[str, Array]:
+        truth.append(reference(feed))
+        return truth[-1]
+
+    runs: dict[str, Run] = {FLOAT: reference}
+    draws = {FLOAT: resampled(task.metrics, task.judge(noted))}
+    rows = {FLOAT: Row(name, FLOAT)}
     with tempfile.TemporaryDirectory(prefix="tightfit-int8-") as folder:
         for way, build in ways.items():
+            rows[way] = Row(name, way)
             try:
                 run = build(task, Path(folder))
-                outputs = [run(feed) for feed in task.evaluation]
+                compared = Compared(run, truth)
+                records = task.judge(compared)
             except Exception as error:  # noqa: BLE001 - whatever stops a quantizer is its result
-                rows.append(Row(name, way, np.nan, (np.nan, np.nan), np.nan, np.nan, failure=str(error)[:120]))
+                rows[way].failure = str(error)[:120]
                 continue
             runs[way] = run
-            l2 = np.array([distance(a, b) for a, b in zip(truth, outputs, strict=True)])
-            own = None
-            if task.error is not None:
-                own = np.array([task.error(index, made) for index, made in enumerate(outputs)])
-            samples[way] = l2, own
-            argmax = float(np.mean([agreement(a, b) for a, b in zip(truth, outputs, strict=True)]))
-            row = Row(name, way, float(l2.mean()), interval(l2), argmax, np.nan)
-            if own is not None:
-                row.error, row.error_interval = float(own.mean()), interval(own)
-            rows.append(row)
-        latency = latencies(runs, task.evaluation[0])
-    for row in rows:
-        row.latency = latency.get(row.way, np.nan)
-        other = PAIRS.get(row.way, "")
-        if row.way in samples and other in samples:
-            for label, mine, their in zip(("l2", "error"), samples[row.way], samples[other], strict=True):
-                if mine is not None and their is not None:
-                    row.against[label] = (float((mine - their).mean()), *interval(mine - their))
-    return rows
+            draws[way] = resampled(task.metrics, records) | resampled({L2: mean}, compared.distances)
+        latency = latencies(runs, task.calibration[0])
+    for way, drawn in draws.items():
+        rival = draws.get(PAIRS.get(way, ""), {})
+        rows[way].latency = latency[way]
+        rows[way].errors = {metric: figure(values) for metric, values in drawn.items()}
+        rows[way].against = {metric: figure(drawn[metric] - values) for metric, values in rival.items()}
+    return list(rows.values())
+
+
+def resampled(metrics: Mapping[str, Metric], records: Sequence[Any]) -> dict[str, Array]:
+    """Of each metric its value, then those of as many samples drawn with replacement; equal draws for equal counts."""
+    rng = np.random.default_rng(0)
+    chosen = [np.arange(len(records)), *rng.integers(0, len(records), (RESAMPLES, len(records)))]
+    return {
+        name: np.array([metric([records[index] for index in each]) for each in chosen])
+        for name, metric in metrics.items()
+    }
+
+
+def figure(values: Array) -> Figure:
+    low, high = np.percentile(values[1:], [2.5, 97.5])
+    return float(values[0]), float(low), float(high)
 
 
 def distance(reference: Mapping[str, Array], made: Mapping[str, Array]) -> float:
@@ -178,20 +206,6 @@ def distance(reference: Mapping[str, Array], made: Mapping[str, Array]) -> float
     return float(np.mean(each))
 
 
-def agreement(reference: Mapping[str, Array], made: Mapping[str, Array]) -> float:
-    """Share of equal argmax along the last axis, over all outputs that have one."""
-    pairs = [(a, made[n]) for n, a in reference.items() if a.dtype.kind == "f" and a.ndim and a.shape[-1] > 1]
-    return float(np.mean([(a.argmax(-1) == b.argmax(-1)).mean() for a, b in pairs])) if pairs else 1.0
-
-
-def interval(values: Array) -> tuple[float, float]:
-    """95 % interval of the mean: percentiles of 2000 resamples."""
-    rng = np.random.default_rng(0)
-    means = values[rng.integers(0, len(values), (2000, len(values)))].mean(axis=1)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(low), float(high)
-
-
 def latencies(runs: Mapping[str, Run], feed: Feed) -> dict[str, float]:
     """Median seconds of each way over float32's."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -200,7 +214,7 @@ def latencies(runs: Mapping[str, Run], feed: Feed) -> dict[str, float]:
             start = time.perf_counter()
             run(feed)
             seconds[name].append(time.perf_counter() - start)
-    base = statistics.median(seconds["float32"])
+    base = statistics.median(seconds[FLOAT])
     return {name: statistics.median(taken) / base for name, taken in seconds.items()}
 
 
@@ -208,59 +222,74 @@ def as_markdown(rows: Sequence[Row], machine: dict[str, str]) -> str:
     lines = [
         "# INT8 accuracy beside onnxruntime's quantizers",
         "",
-        "Means over the evaluation samples with 95 % bootstrap intervals; against float32. `ours - theirs` is paired:",
-        "above zero ours is worse. CER: character error rate. Time: median over float32's, onnxruntime on both sides.",
-        "Our int8-dynamic leaves convolutions float, hence no error on nets of them. Made by",
-        "`python -m bench.int8_accuracy --save`; what is compared stands there.",
+        "Errors, zero is best, with 95 % bootstrap intervals over the samples; `ours - theirs` is paired: above zero",
+        "ours is worse. Time: median over float32's, onnxruntime on both sides, measured on a machine under load. Our",
+        "int8-dynamic leaves convolutions float, hence hardly an error on nets of them. Made by",
+        "`python -m bench.int8_accuracy --save`; what is compared stands there and in `bench/int8_tasks.py`.",
         "",
-        "| model | way | relative L2 | ours - theirs | CER | ours - theirs | equal argmax | time |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| model | metric | way | error | ours - theirs | time |",
+        "|---|---|---|---:|---:|---:|",
     ]
     for row in rows:
         if row.failure:
-            lines.append(f"| {row.task} | {row.way} | fails: {row.failure} | | | | | |")
-            continue
-        error = "" if row.error is None or row.error_interval is None else shown(row.error, *row.error_interval)
-        lines.append(
-            f"| {row.task} | {row.way} | {shown(row.relative_l2, *row.l2_interval)} | {against(row, 'l2')} | {error} "
-            f"| {against(row, 'error')} | {row.argmax:.4f} | {row.latency:.2f} |"
-        )
+            lines.append(f"| {row.task} | | {row.way} | fails: {row.failure} | | |")
+        for metric, error in row.errors.items():
+            against = shown(row.against[metric]) if metric in row.against else ""
+            lines.append(f"| {row.task} | {metric} | {row.way} | {shown(error)} | {against} | {row.latency:.2f} |")
     return "\n".join([*lines, "", measured_on(machine), ""])
 
 
-def shown(mean: float, low: float, high: float) -> str:
-    return f"{mean:.4f} [{low:.4f}, {high:.4f}]"
+def shown(figure: Figure) -> str:
+    return "{:.4f} [{:.4f}, {:.4f}]".format(*figure)
 
 
-def against(row: Row, label: str) -> str:
-    return shown(*row.against[label]) if label in row.against else ""
+TASKS: dict[str, tuple[Callable[..., Task], tuple[str, ...]]] = {
+    "ppocr-v6-rec": (recogniser, ()),
+    "nanodet": (nanodet, ("nanodet", "boxes")),
+    "blazeface": (blazeface, ("blazeface",)),
+    "minilm": (sections, ("sections",)),
+    "silero-vad": (voice_activity, ()),
+}
+"""What makes each task, and the options with the files that it needs."""
+
+
+def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Task]]:
+    """The tasks that were asked for; by default all whose files are given. All names and files are judged first."""
+    wanted = options.tasks or [
+        name for name, (_, needs) in TASKS.items() if all(getattr(options, need) for need in needs)
+    ]
+    for name in wanted:
+        if name not in TASKS:
+            raise TightfitError(f"unknown task {name!r}", f"available: {', '.join(TASKS)}")
+        for need in TASKS[name][1]:
+            path = getattr(options, need)
+            if path is None:
+                raise TightfitError(f"{name} needs a file that was not given", f"--{need} FILE")
+            if not path.is_file():
+                raise TightfitError(f"--{need}: there is no file {path}")
+    for name in wanted:
+        make, needs = TASKS[name]
+        yield name, make(*(getattr(options, need) for need in needs))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print the table; exit status 0, or 2 after one line on stderr."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", metavar="TASK", nargs="*", help="ppocr-v6-rec, nanodet, blazeface, minilm, silero-vad")
-    parser.add_argument("--nanodet", type=Path, help="a NanoDet of 416 x 416 in ONNX")
+    parser.add_argument("tasks", metavar="TASK", nargs="*", help=f"{', '.join(TASKS)}; all whose files are given")
+    parser.add_argument("--nanodet", type=Path, help="a NanoDet of COCO's classes in ONNX")
+    parser.add_argument("--boxes", type=Path, help="JSON of photographs and what is where in them, for nanodet")
     parser.add_argument("--blazeface", type=Path, help="MediaPipe's BlazeFace of 256 x 256 in ONNX")
+    parser.add_argument("--sections", type=Path, help="JSON lines of text and label, for minilm")
     parser.add_argument("--methods", action="store_true", help="compare our calibration methods instead")
     parser.add_argument("--save", action="store_true", help="write bench/results/int8_accuracy.*")
     options = parser.parse_args(argv)
     ort.set_default_logger_severity(4)
-    tasks: dict[str, Callable[[], Task]] = {
-        "ppocr-v6-rec": recogniser,
-        **({"nanodet": lambda: nanodet(options.nanodet)} if options.nanodet else {}),
-        **({"blazeface": lambda: blazeface(options.blazeface)} if options.blazeface else {}),
-        "minilm": sentences,
-        "silero-vad": voice_activity,
-    }
     ways = {f"ours {method}": ours("int8-static", method) for method in METHODS} if options.methods else WAYS
     rows: list[Row] = []
     try:
-        for name in options.tasks or tasks:
-            if name not in tasks:
-                raise TightfitError(f"unknown task {name!r}", f"available: {', '.join(tasks)}")
-            rows += measure(name, tasks[name](), ways)
-            print(as_markdown(rows[-len(ways) :], describe_machine()), flush=True)
+        for name, task in chosen(options):
+            rows += measure(name, task, ways)
+            print(as_markdown(rows[-len(ways) - 1 :], describe_machine()), flush=True)
     except TightfitError as error:
         print(f"bench.int8_accuracy: error: {error}", file=sys.stderr)
         return 2
