@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -163,11 +164,13 @@ def _run_source(chain: Sequence[Link], wanted: Collection[str], samples: int, ca
 def _verify_link(
     link: Link, samples: int, first: bool, results: Sequence[str], cache: ActivationCache, ends: dict[str, Comparison]
 ) -> SegmentError:
-    model = link.load()
+    with _unlike_the_source(link):
+        model = link.load()
     isolated = {name: Comparison(name) for name in link.outputs}
     accumulated = {name: Comparison(name) for name in link.outputs}
     for index in range(samples):
-        own = model.run({name: cache.get(_SOURCE, name, index) for name in link.inputs})
+        with _unlike_the_source(link):
+            own = model.run({name: cache.get(_SOURCE, name, index) for name in link.inputs})
         # In front of the first segment both models see the same.
         chained = own if first else model.run({name: cache.get(_COMPILED, name, index) for name in link.inputs})
         for name in link.outputs:
@@ -183,6 +186,17 @@ def _verify_link(
         max((c.result().relative_l2 for c in isolated.values()), default=0.0),
         max((c.result().relative_l2 for c in accumulated.values()), default=0.0),
     )
+
+
+@contextlib.contextmanager
+def _unlike_the_source(link: Link) -> Iterator[None]:
+    """The source has run on these values: where what was made of it does not, it was made wrong."""
+    try:
+        yield
+    except VerificationError as error:
+        raise VerificationError(
+            f"segment {link.name} does not do what the source model does: {error.message}", "please report this"
+        ) from None
 
 
 def _output(made: dict[str, npt.NDArray[Any]], name: str) -> npt.NDArray[Any]:

@@ -60,7 +60,7 @@ def check_wellformed(model: onnx.ModelProto, path: Path) -> None:
         node.ClearField("device_configurations")
         _check_node(node, opsets, f"{path}: {node.op_type} node {node.name!r}", inside_function=False)
     for function in model.functions:
-        own = _opsets(function.opset_import, path)
+        own = opsets | _opsets(function.opset_import, path)
         for node in proto_nodes(function.node):
             where = f"{path}: {node.op_type} node {node.name!r} of function {function.name!r}"
             node.ClearField("device_configurations")
@@ -241,6 +241,8 @@ def _check_attributes(node: onnx.NodeProto, schema: onnx.defs.OpSchema, where: s
 def _schema(node: onnx.NodeProto, opsets: Mapping[str, int], where: str) -> onnx.defs.OpSchema | None:
     """None where the operator is not of ONNX: the runtime says whether it has it."""
     domain = "" if node.domain == "ai.onnx" else node.domain
+    if not domain and domain not in opsets:
+        raise ModelError(f"{where} is one of ONNX's operators, and the model imports no operator set of ONNX", _HINT)
     try:
         schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 1), domain)
     except onnx.defs.SchemaError:

@@ -277,7 +277,10 @@ _ALIGNED = ("Add", "Sub", "Mul", "Div", "Pow", "And", "Or", "Xor", "Equal", "Gre
 
 @dataclasses.dataclass(frozen=True)
 class LiftOpset(Pass):
-    """Raise the ONNX opset to at least `minimum`, where a runtime or a lowering needs an operator's newer form."""
+    """Raise the ONNX opset to at least `minimum`, where a runtime or a lowering needs an operator's newer form.
+
+    A model of other operators alone need not import it; what passes add to it are ONNX's.
+    """
 
     minimum: int
 
@@ -285,8 +288,8 @@ class LiftOpset(Pass):
     ensures: ClassVar = ("no_functions", "no_constant_nodes")
 
     def apply(self, model: ir.Model) -> Sequence[str]:
-        have = model.graph.opset_imports.get("")
-        if have is None or have >= self.minimum:
+        have = model.graph.opset_imports.setdefault("", self.minimum)
+        if have >= self.minimum:
             return ()
         hint = f"export the model with opset_version={self.minimum} or higher"
         try:

@@ -115,6 +115,12 @@ def two_opsets() -> onnx.ModelProto:
     return made
 
 
+def imports_another(domain: str, op: str, node_domain: str) -> onnx.ModelProto:
+    made = model([node(op, ["x"], ["y"], domain=node_domain)], [X], [value("y", [2, 40])], domains=[domain])
+    del made.opset_import[0]
+    return made
+
+
 def sparse_with_float_indices() -> onnx.ModelProto:
     made = graph(node("MatMul", ["x", "w"], ["y"]))
     sparse = made.graph.sparse_initializer.add(dims=[40, 4])
@@ -215,6 +221,11 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
     "a declared value of an unknown type": (unknown_declared_type, "'a' has the unknown element type 1000"),
     "an opset of zero": (lambda: opset(0), "imports opset 0 of 'ai.onnx'"),
     "an opset beyond 32 bits": (lambda: opset(1 << 40), "imports opset 1099511627776 of"),
+    # onnxruntime takes its newest for granted; what it was made into imported nothing, which onnxruntime refuses.
+    "no opset of ONNX": (
+        lambda: imports_another("com.microsoft", "Relu", ""),
+        "Relu node '' is one of ONNX's operators, and the model imports no operator set of ONNX",
+    ),
     "two opsets": (two_opsets, "imports two opsets of 'ai.onnx'"),
     "a name that is not text": (not_text, r"NodeProto.name b'odd.xffname' is not text in UTF-8"),
     "a function that calls itself": (calls_itself, "functions cannot be inlined: "),
@@ -334,7 +345,11 @@ def unknown_entry() -> onnx.ModelProto:
     return stored(external("w", [40], location="w.bin", prepacked="yes"))
 
 
-@pytest.mark.parametrize("build", [undeclared_type, unknown_entry])
+def no_opset_that_is_used() -> onnx.ModelProto:
+    return imports_another("com.acme", "Gelu", "com.microsoft")
+
+
+@pytest.mark.parametrize("build", [undeclared_type, unknown_entry, no_opset_that_is_used])
 def test_what_says_nothing_is_passed_over(
     tightfit: Run, tmp_path: Path, build: Callable[[], onnx.ModelProto], unobserved: None
 ) -> None:

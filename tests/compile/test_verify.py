@@ -11,6 +11,7 @@ import pytest
 
 from compile import verify as verify_module
 from compile.activations import ActivationCache
+from compile.backends.base import Model
 from compile.calibrate.samples import Sample
 from compile.errors import VerificationError
 from compile.verify import Comparison, Link, verify
@@ -29,7 +30,7 @@ class Fixed:
 
 
 def compare(
-    folder: Path, source: Fixed, compiled: Fixed, samples: list[Sample], limit: float | None
+    folder: Path, source: Model, compiled: Model, samples: list[Sample], limit: float | None
 ) -> tuple[OutputError, ...]:
     """Two models of one output `y`, each whole."""
     chains = [[Link(name, (), ("y",), lambda m=m: m)] for name, m in (("source", source), ("00", compiled))]  # type: ignore[misc]
@@ -91,3 +92,17 @@ def test_strings_and_flags_are_compared(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path, ours: dict[str, Any], words: str) -> None:
     with pytest.raises(VerificationError, match=words):
         compare(tmp_path, Fixed(y=np.ones(4, np.float32)), Fixed(**ours), [{}], 0.1)
+
+
+class Unable:
+    """A model that the runtime refuses to run."""
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:  # noqa: ARG002 - the Model protocol
+        raise VerificationError("no kernel for that")
+
+
+def test_what_only_the_source_can_is_a_fault_of_the_compiler(tmp_path: Path) -> None:
+    with pytest.raises(VerificationError, match=r"segment 00 does not .*: no kernel for that \(please report this\)"):
+        compare(tmp_path, Fixed(y=np.ones(4)), Unable(), [{}], None)
+    with pytest.raises(VerificationError, match="^no kernel for that$"):
+        compare(tmp_path, Unable(), Fixed(y=np.ones(4)), [{}], None)
