@@ -19,7 +19,7 @@ from targets.board import load_board
 from targets.bundle import Manifest, Residency, read_manifest, verify_files
 from tests.cases.forms import FORMS
 from tests.cases.test_quantized_cases import CASES
-from tests.compile import test_partition
+from tests.compile.partition import test_graph
 from tests.support.agents import serving
 from tests.support.models import SCHEME_NAMES, Array, normal, relative, save
 
@@ -101,7 +101,7 @@ def test_the_number_of_segments_does_not_show_in_the_results(transformer: Path, 
 EVERY_FORM: dict[str, Callable[[], onnx.ModelProto]] = {
     **{name: form.build for name, form in FORMS.items()},
     **{name: build for name, (build, _) in CASES.items()},
-    **{build.__name__: build for build in test_partition.MODELS},
+    **{build.__name__: build for build in test_graph.MODELS},
 }
 
 
