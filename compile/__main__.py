@@ -32,6 +32,13 @@ def compile_command(
     target: Annotated[str, typer.Option(help="Board name (tightfit-targets list) or a board's .toml file.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Bundle to write, NAME.tfb.")],
     scheme: Annotated[str, typer.Option(help="fp32, int8-static, int8-dynamic, int8-weights or int4.")] = "fp32",
+    block: Annotated[
+        int | None, typer.Option(help="Weights that share a scale: 32, 64 or 128. int4: 32, int8-weights: 64.")
+    ] = None,
+    symmetric: Annotated[
+        bool | None,
+        typer.Option("--symmetric/--zero-points", help="Zero points for blocks: int4 has them, int8-weights not."),
+    ] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(
@@ -90,6 +97,8 @@ def compile_command(
 
     options = Options(
         scheme=scheme,
+        block=block,
+        symmetric=symmetric,
         shapes=tuple(parse_shape(text) for text in shape or ()),
         calib=calib,
         calibrate_with=calibrate_with,

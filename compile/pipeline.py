@@ -71,6 +71,7 @@ RANDOM_ROUNDS = 4
 class Options:
     """What a person can choose. `max_error`: limit of relative L2 per output, None for the scheme's default.
 
+    `block`: weights that share a scale; `symmetric`: without zero points; None for the scheme's default.
     `host_memory`: bytes that compiling may take, whatever the model's size; larger models are cut into more segments.
     `calib`: what to verify on, and, by a scheme that is calibrated, to calibrate on with the method `calibrate_with`;
     `random`: calibrate on random values instead.
@@ -93,6 +94,8 @@ class Options:
     dump_after: str = ""
     dump_to: Path | None = None
     recipe: Recipe | None = None
+    block: int | None = None
+    symmetric: bool | None = None
 
     def recorded(self) -> dict[str, str]:
         """The options that shape the bundle, as the manifest keeps them: no paths."""
@@ -127,7 +130,7 @@ def compile_model(
     Raises a TightfitError that names what is wrong; then `out` is as it was before.
     """
     progress = progress or Progress()
-    scheme = choose_scheme(options.scheme, board)
+    scheme = choose_scheme(options.scheme, board, options.block, options.symmetric)
     _check_options(options)
     runtime = backend(board.runtime.name)
     work = _transform(source, out, board, options, runtime, scheme, progress)
@@ -150,7 +153,10 @@ def compile_model(
         _write_properties(writer, work.properties)
         sample = _write_sample(writer, work.samples[0])
         assets = _write_assets(writer, options.assets)
-        writer.add("report.json", report_json(work.name, board.name, quantization, verification, plan, work.notes))
+        writer.add(
+            "report.json",
+            report_json(work.name, board.name, work.recorded, quantization, verification, plan, work.notes),
+        )
         manifest = Manifest(
             schema=SCHEMA,
             name=work.name,
@@ -265,7 +271,7 @@ def _transform(
     run_passes(model, (RemoveDeadCode(), FixNames(), SortNodes()))
     properties = dict(model.metadata_props)
     _strip_metadata(model)
-    recorded = options.recorded() | calibration
+    recorded = options.recorded() | scheme.recorded() | calibration
     head = {"source": stamp.described(), "board": board_digest(board), "options": recorded, **_tools(runtime)}
     return _Work(
         name=name,

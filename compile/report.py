@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from targets.tensor import TensorSpec, human
 def report_json(
     name: str,
     target: str,
+    options: Mapping[str, str],
     quantization: Quantization,
     verification: Verification,
     plan: MemoryPlan,
@@ -27,6 +28,7 @@ def report_json(
     report: dict[str, Any] = {
         "model": name,
         "target": target,
+        "options": options,
         "quantization": quantization,
         "verification": verification,
         "memory": memory_summary(plan),
@@ -72,11 +74,19 @@ def print_report(manifest: Manifest, console: Console) -> None:
         console.print(f"       {escape(name)} = {dim}")
     ratio = q.source_weight_bytes / max(q.weight_bytes, 1)
     console.print(
-        f"scheme {q.scheme}: weights {human(q.source_weight_bytes)} -> {human(q.weight_bytes)} ({ratio:.2f}x smaller)"
+        f"scheme {q.scheme}{_blocks(manifest.options)}: weights {human(q.source_weight_bytes)} -> "
+        f"{human(q.weight_bytes)} ({ratio:.2f}x smaller)"
     )
     _print_operators(q, console)
     _print_errors(v, console)
     _print_memory(manifest.plan, console)
+
+
+def _blocks(options: Mapping[str, str]) -> str:
+    """How a scheme that quantizes in blocks was told to, for people."""
+    if "block" not in options:
+        return ""
+    return f", blocks of {options['block']} {'without' if options['symmetric'] == 'true' else 'with'} zero points"
 
 
 def _specs(specs: tuple[TensorSpec, ...]) -> str:

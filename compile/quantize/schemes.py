@@ -1,4 +1,4 @@
-"""The schemes a person can ask for, and what each does to an operator."""
+"""The schemes a person can ask for, what each does to an operator, and what can be chosen of its blocks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from targets.tensor import DType
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """`matmul_bits`/`block`: block-quantized matrices and tables, weights only. `dynamic`: INT8 matrices whose
-    activations are quantized as they come. `conv_bits`: convolution weights, per output channel. `static`: INT8
-    weights and activations, whose ranges are found by calibration; `largest_code` of its weights."""
+    """`matmul_bits`/`block`/`zero_point`: block-quantized matrices and tables, weights only; block and zero point are
+    what it does unless asked otherwise. `dynamic`: INT8 matrices whose activations are quantized as they come.
+    `conv_bits`: convolution weights, per output channel. `static`: INT8 weights and activations, whose ranges are
+    found by calibration; `largest_code` of its weights."""
 
     name: str
     summary: str
@@ -26,6 +27,10 @@ class Scheme:
     static: bool = False
     largest_code: int = 127
     needs: tuple[DType, ...] = ()
+
+    def recorded(self) -> dict[str, str]:
+        """What was chosen of its blocks, as the manifest keeps it; nothing where it has none."""
+        return {"block": str(self.block), "symmetric": str(not self.zero_point).lower()} if self.block else {}
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -46,7 +51,7 @@ SCHEMES: dict[str, Scheme] = {
         ),
         Scheme(
             "int8-weights",
-            "INT8 weights in blocks of 64, convolutions per channel; activations stay float",
+            "INT8 matrices in symmetric blocks of 64, convolutions per channel; activations stay float",
             matmul_bits=8,
             block=64,
             conv_bits=8,
@@ -64,14 +69,21 @@ SCHEMES: dict[str, Scheme] = {
     )
 }
 
+# Weights that share a scale, along the reduced axis. onnxruntime's kernels take powers of two from 16 on, with and
+# without zero points; below 32 scales weigh as much as codes do, beyond 128 they weigh nothing.
+BLOCKS = (32, 64, 128)
 
 # Without VNNI, x86-64 adds two products of a uint8 and an int8 in 16 bits: 2 * 255 * 64 still fits.
 SATURATING = "x86_64"
 CODE_THAT_FITS = 64
 
 
-def choose_scheme(name: str, board: Board) -> Scheme:
-    """The scheme of that name as the board executes it; OptionError where its runtime cannot."""
+def choose_scheme(name: str, board: Board, block: int | None = None, symmetric: bool | None = None) -> Scheme:
+    """The scheme of that name as the board executes it, with other blocks than its own where they are asked for.
+
+    `symmetric`: whether blocks do without zero points. Raises OptionError where the board's runtime cannot execute the
+    scheme, where it has no blocks to choose, and for a block length that is not in BLOCKS.
+    """
     if name not in SCHEMES:
         raise OptionError(f"unknown scheme {name!r}", did_you_mean(name, SCHEMES))
     scheme = SCHEMES[name]
@@ -83,4 +95,24 @@ def choose_scheme(name: str, board: Board) -> Scheme:
             f"{board.runtime.version}) cannot execute",
             f"available there: {', '.join(legal)}",
         )
+    scheme = _with_blocks(scheme, block, symmetric)
     return dataclasses.replace(scheme, largest_code=CODE_THAT_FITS) if board.arch == SATURATING else scheme
+
+
+def _with_blocks(scheme: Scheme, block: int | None, symmetric: bool | None) -> Scheme:
+    given = [f"--block {block}"] * (block is not None) + _ZERO_POINT_OPTIONS[symmetric]
+    if given and not scheme.block:
+        blocked = ", ".join(each.name for each in SCHEMES.values() if each.block)
+        raise OptionError(
+            f"{' and '.join(given)}: scheme {scheme.name!r} does not quantize in blocks", f"those that do: {blocked}"
+        )
+    if block is not None and block not in BLOCKS:
+        raise OptionError(f"--block {block} is no block length", f"available: {', '.join(map(str, BLOCKS))}")
+    return dataclasses.replace(
+        scheme,
+        block=scheme.block if block is None else block,
+        zero_point=scheme.zero_point if symmetric is None else not symmetric,
+    )
+
+
+_ZERO_POINT_OPTIONS: dict[bool | None, list[str]] = {None: [], True: ["--symmetric"], False: ["--zero-points"]}

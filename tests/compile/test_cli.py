@@ -45,6 +45,14 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
     "unknown option": (["--target", BOARD, "--fast"], "No such option: --fast"),
     "no samples": (["--target", BOARD, "--samples", "0"], "--samples"),
     "unknown scheme": (["--target", BOARD, "--scheme", "int5"], "unknown scheme 'int5'.*did you mean 'int4'"),
+    "blocks without a block scheme": (
+        ["--target", BOARD, "--scheme", "int8-dynamic", "--block", "64", "--symmetric"],
+        "--block 64 and --symmetric: scheme 'int8-dynamic' does not .*those that do: int8-weights, int4",
+    ),
+    "no block length": (
+        ["--target", BOARD, "--scheme", "int4", "--block", "48"],
+        "--block 48 .*available: 32, 64, 128",
+    ),
     "tensorrt": (["--target", "jetson-orin-nano-4gb"], "no compiler backend for tensorrt"),
     "bad name": (["--target", BOARD, "--name", "///"], "no model name can be made of"),
     "no range": (["--target", BOARD], r"say --shape 'x=\?,64'"),
@@ -195,6 +203,27 @@ def test_compile_inspect_and_overwrite(tightfit: Run, tmp_path: Path) -> None:
     broken = tightfit("inspect", out)
     assert broken.code == 2
     assert len(broken.complaints) == 1
+
+
+@pytest.mark.usefixtures("unobserved")
+def test_the_blocks_asked_for_stand_in_manifest_and_report(tightfit: Run, tmp_path: Path) -> None:
+    common = [mlp(tmp_path, k=256), "--target", BOARD, "--scheme", "int4"]
+    for index, (given, block, symmetric) in enumerate(
+        [([], "32", "false"), (["--block", "32", "--zero-points"], "32", "false"), (["--symmetric"], "32", "true"),
+         (["--block", "128", "--symmetric"], "128", "true")]
+    ):  # fmt: skip
+        out = tmp_path / f"{index}.tfb"
+        done = tightfit(*common, *given, "--name", "m", "-o", out)
+        assert done.code == 0, done.err
+        manifest = read_manifest(out)
+        assert (manifest.options["block"], manifest.options["symmetric"]) == (block, symmetric)
+        assert json.loads((out / "report.json").read_text())["options"] == manifest.options
+        words = f"scheme int4, blocks of {block} {'without' if symmetric == 'true' else 'with'} zero points"
+        assert words in done.out
+        assert words in tightfit("inspect", out).out
+    assert read_manifest(tmp_path / "0.tfb") == read_manifest(tmp_path / "1.tfb")
+    sizes = [read_manifest(tmp_path / f"{index}.tfb").quantization.weight_bytes for index in range(4)]
+    assert sizes[0] == sizes[1] > sizes[2] > sizes[3]
 
 
 def test_as_a_program(tmp_path: Path) -> None:

@@ -230,6 +230,8 @@ def test_other_weights_start_afresh(source: Path, tmp_path: Path, expected: dict
 def test_other_options_start_afresh(source: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
     for other in (
         Options(scheme="int8-weights", shapes=OPTIONS.shapes),
+        Options(scheme="int4", shapes=OPTIONS.shapes, block=64),
+        Options(scheme="int4", shapes=OPTIONS.shapes, symmetric=True),
         Options(scheme="int4", shapes=(parse_shape("x=1,2..9,128"),)),
         Options(scheme="int4", shapes=OPTIONS.shapes, host_memory=3 << 30),
     ):

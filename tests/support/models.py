@@ -21,7 +21,7 @@ from compile.forms import NORMALIZE
 from compile.graph import ir, load_model
 from compile.passes.base import run_passes
 from compile.passes.normalize import FixNames, RemoveDeadCode, SortNodes
-from compile.quantize.schemes import SCHEMES
+from compile.quantize.schemes import SCHEMES, Scheme
 from compile.shapes import bind_shapes, build_contract, parse_shape
 from compile.writer import BundleWriter
 
@@ -111,26 +111,28 @@ def ranges(
 
 
 def lowered(
-    path: Path, scheme: str, *shapes: str, samples: Sequence[Mapping[str, Array]] = ()
+    path: Path, scheme: str | Scheme, *shapes: str, samples: Sequence[Mapping[str, Array]] = ()
 ) -> tuple[ir.Model, Lowered]:
+    scheme = SCHEMES[scheme] if isinstance(scheme, str) else scheme
     graph = prepared(path, *shapes)
-    names = ort.prepare(graph, SCHEMES[scheme])
+    names = ort.prepare(graph, scheme)
     found = ranges(graph, names, path, shapes, samples) if names else {}
-    report = ort.lower(graph, SCHEMES[scheme], found)
+    report = ort.lower(graph, scheme, found)
     run_passes(graph, (RemoveDeadCode(), FixNames(), SortNodes()))
     return graph, report
 
 
 def emit(
-    path: Path, scheme: str, folder: Path, *shapes: str, samples: Sequence[Mapping[str, Array]] = ()
+    path: Path, scheme: str | Scheme, folder: Path, *shapes: str, samples: Sequence[Mapping[str, Array]] = ()
 ) -> tuple[Path, Lowered]:
     """Write the graph as a bundle would hold it, without a plan; returns the segment."""
     graph, report = lowered(path, scheme, *shapes, samples=samples)
-    with BundleWriter(folder / f"{scheme}.tfb", {}) as writer:
+    name = scheme if isinstance(scheme, str) else scheme.name
+    with BundleWriter(folder / f"{name}.tfb", {}) as writer:
         with writer.weights("segments/weights.bin") as sink:
             writer.add_graph("segments/00.onnx", graph, sink, lambda _: None)
-        (writer.folder / "segments").rename(folder / scheme)
-    return folder / scheme / "00.onnx", report
+        (writer.folder / "segments").rename(folder / name)
+    return folder / name / "00.onnx", report
 
 
 def run(path: Path, inputs: Mapping[str, Array]) -> dict[str, Array]:

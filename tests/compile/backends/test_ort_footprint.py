@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import pytest
 
 from compile.backends.ort_footprint import weight_footprint
 from compile.graph import load_model
-from tests.support.models import SCHEME_NAMES, emit, init, model, node, normal, save, value
+from compile.quantize.schemes import SCHEMES, Scheme
+from tests.support.models import emit, init, model, node, normal, save, value
 
 MEASURE = """
 import gc, json, sys
@@ -54,8 +56,14 @@ def stack(folder: Path, layers: int) -> Path:
     return save(folder, model(nodes, [value("x", [1, 1024])], [value("y", [1, 1024])], weights))
 
 
-@pytest.mark.parametrize("scheme", SCHEME_NAMES)
-def test_the_heap_of_a_loaded_model_is_predicted(tmp_path: Path, scheme: str) -> None:
+OTHER_BLOCKS = [
+    dataclasses.replace(SCHEMES["int4"], block=128, zero_point=False),
+    dataclasses.replace(SCHEMES["int8-weights"], block=32, zero_point=True),
+]
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES.values(), *OTHER_BLOCKS], ids=lambda each: f"{each.name}-{each.block}")
+def test_the_heap_of_a_loaded_model_is_predicted(tmp_path: Path, scheme: Scheme) -> None:
     settings = {
         "session.use_device_allocator_for_initializers": "1",
         "session.intra_op.allow_spinning": "0",
