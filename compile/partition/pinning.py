@@ -1,0 +1,69 @@
+"""Which weights stay in memory while the others are streamed. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+from compile.partition.cuts import Cuts, Loading, NoCutsError, Rates, Rules, best_cuts
+from compile.partition.tables import Order
+
+# Weights that are tried, one after the other; each costs a choice of cuts.
+MOST_TRIES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Pinning:
+    """Weights that stay in memory, the cuts that go with them, and what no pinning and no cuts can go below (ns)."""
+
+    pinned: frozenset[str]
+    cuts: Cuts
+    bound_ns: int
+
+
+def pin(order: Order, rules: Rules, rates: Rates, most: int | None = None) -> Pinning:
+    """Pin what lowers the cost, beside `rules.pinned`: first what is streamed most often, of equals the largest.
+
+    Each is tried once and kept where the best cuts then cost less, so it is a descent; the bound tells its gap.
+    Raises NoCutsError when there are no cuts with or without.
+    """
+    if rules.loading is Loading.KEPT or rules.budget is None:
+        raise ValueError("pinning is for segments that are streamed under a budget")
+    refused: NoCutsError | None = None
+    try:
+        cuts: Cuts | None = best_cuts(order, rules, rates, most)
+    except NoCutsError as error:
+        cuts, refused = None, error
+    pinned = rules.pinned
+    for name in _tried(order, cuts, rules):
+        try:
+            found = best_cuts(order, dataclasses.replace(rules, pinned=pinned | {name}), rates, most)
+        except NoCutsError:
+            continue
+        if cuts is None or found.cost_ns < cuts.cost_ns:
+            pinned, cuts = pinned | {name}, found
+    if cuts is None:
+        raise refused or NoCutsError()
+    return Pinning(pinned, cuts, _bound(order, rules, rates))
+
+
+def _tried(order: Order, cuts: Cuts | None, rules: Rules) -> list[str]:
+    sizes = _sizes(order)
+    times = dict.fromkeys(sizes, 0)
+    for start, end in itertools.pairwise((0, *(cuts.ends if cuts else range(1, len(order.positions) + 1)))):
+        for name in {name for position in order.positions[start:end] for name, _ in position.weights}:
+            times[name] += 1
+    names = [name for name in sizes if name not in rules.pinned]
+    return sorted(names, key=lambda name: (-times[name], -sizes[name], name))[:MOST_TRIES]
+
+
+def _bound(order: Order, rules: Rules, rates: Rates) -> int:
+    """All of the budget keeps weights, all work hides loading."""
+    streamed = max(sum(_sizes(order).values()) - (rules.budget or 0), 0)
+    hidden = sum(order.work_ns) if rules.loading is Loading.AHEAD else 0
+    return rates.launch_ns + max(math.floor(streamed / rates.storage * 1e9) - hidden, 0)
+
+
+def _sizes(order: Order) -> dict[str, int]:
+    return {name: nbytes for position in order.positions for name, nbytes in position.weights}
