@@ -61,13 +61,15 @@ class Bandwidth(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Runtime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What executes segments there. `sm` is the CUDA compute capability (8.7), empty without a GPU."""
+    """What executes segments there. `sm` is the CUDA compute capability (8.7), empty without a GPU; `launch_us` what
+    one run of a segment takes beside its kernels."""
 
     name: str
     version: str
     max_opset: int
     dtypes: tuple[DType, ...]
     sm: str = ""
+    launch_us: float = 15.0
 
     def __post_init__(self) -> None:
         if self.name not in RUNTIMES:
