@@ -66,6 +66,11 @@ def compile_command(
     residency: Annotated[
         str, typer.Option(help="heap, mapped, streamed or unpacked; by default the first that fits the board.")
     ] = "",
+    segments: Annotated[int | None, typer.Option(help="Cut into exactly so many, by default the best number.")] = None,
+    max_segment: Annotated[str, typer.Option(help="Most weight bytes of a segment, like 200MiB.")] = "",
+    cut_at: Annotated[
+        list[str] | None, typer.Option(help="Cut behind the node that makes this value; can be given several times.")
+    ] = None,
     recipe: Annotated[
         str, typer.Option(help="How images become its input and outputs answers: a name or a .toml file.")
     ] = "",
@@ -111,6 +116,9 @@ def compile_command(
         overwrite=overwrite,
         host_memory=parse_size(host_memory),
         residency=_residency(residency),
+        segments=segments,
+        max_segment=parse_size(max_segment) if max_segment else None,
+        cut_at=tuple(cut_at or ()),
         dump_after=dump_after,
         dump_to=dump_to,
         recipe=load_recipe(recipe) if recipe else None,

@@ -27,8 +27,10 @@ from compile.dump import check_pass_name, dump_after
 from compile.errors import ModelError, OptionError, VerificationError
 from compile.forms import NORMALIZE, at_largest, link_limit, source_chain, source_form
 from compile.graph import initializers, ir, load_model, weight_nbytes
-from compile.partition.graph import Cut, extract, positions, segments, static_sizes
-from compile.partition.greedy import cut
+from compile.partition.choose import Wishes, choose_cuts, streaming_room
+from compile.partition.cuts import Cuts
+from compile.partition.graph import Cut, extract, order_of, segments, static_sizes
+from compile.partition.tables import peak_bytes
 from compile.passes.base import run_passes
 from compile.passes.normalize import (
     FixNames,
@@ -39,7 +41,7 @@ from compile.passes.widen import holds_half
 from compile.quantize.schemes import SCHEMES, Scheme, choose_scheme
 from compile.quantize.source import check_scales
 from compile.report import report_json
-from compile.shapes import ShapeRequest, bind_shapes, build_contract, contract_inputs
+from compile.shapes import ShapeRequest, bind_shapes, build_contract, contract_inputs, largest_nbytes, sizes_at
 from compile.sizes import check_host_memory, check_inputs, check_sizes, segment_limit
 from compile.source import Digests, SourceStamp
 from compile.verify import FLOAT_LIMIT, HALF_LIMIT, Link, verify
@@ -73,6 +75,7 @@ class Options:
 
     `block`: weights that share a scale; `symmetric`: without zero points; None for the scheme's default.
     `host_memory`: bytes that compiling may take, whatever the model's size; larger models are cut into more segments.
+    `segments`, `max_segment`, `cut_at`: how it is cut, see `Wishes`; by default as is best for host and board.
     `calib`: what to verify on, and, by a scheme that is calibrated, to calibrate on with the method `calibrate_with`;
     `random`: calibrate on random values instead.
     `dump_after`: the pass after which the graph is written to the folder `dump_to`, by default the bundle's.
@@ -96,6 +99,14 @@ class Options:
     recipe: Recipe | None = None
     block: int | None = None
     symmetric: bool | None = None
+    segments: int | None = None
+    max_segment: int | None = None
+    cut_at: tuple[str, ...] = ()
+
+    @property
+    def wishes(self) -> Wishes:
+        """What is asked of the cuts. Raises OptionError."""
+        return Wishes(self.segments, self.max_segment, self.cut_at)
 
     def recorded(self) -> dict[str, str]:
         """The options that shape the bundle, as the manifest keeps them: no paths."""
@@ -106,6 +117,7 @@ class Options:
             "slots": str(self.slots),
             "host_memory": str(self.host_memory),
             "residency": self.residency.value if self.residency else "",
+            **self.wishes.recorded(),
         }
 
 
@@ -155,7 +167,9 @@ def compile_model(
         assets = _write_assets(writer, options.assets)
         writer.add(
             "report.json",
-            report_json(work.name, board.name, work.recorded, quantization, verification, plan, work.notes),
+            report_json(
+                work.name, board.name, work.recorded, quantization, verification, plan, work.notes, work.chosen
+            ),
         )
         manifest = Manifest(
             schema=SCHEMA,
@@ -194,6 +208,7 @@ class _Work:
     recorded: dict[str, str]
     lowered: Lowered
     cuts: list[Cut]
+    chosen: Cuts | None
     settings: dict[str, str]
     properties: dict[str, str]
     source_bytes: int
@@ -216,6 +231,7 @@ class _Work:
 def _check_options(options: Options) -> None:
     """What can be refused before the model is looked at."""
     segment_limit(options.host_memory)
+    options.wishes.recorded()
     if options.calibrate_with not in METHODS:
         raise OptionError(f"unknown method {options.calibrate_with!r}", did_you_mean(options.calibrate_with, METHODS))
     if SCHEMES[options.scheme].static and options.calib is None and not options.random:
@@ -272,6 +288,7 @@ def _transform(
     properties = dict(model.metadata_props)
     _strip_metadata(model)
     recorded = options.recorded() | scheme.recorded() | calibration
+    cuts, chosen = _cut(model, source, board, options, runtime, inputs, bool(scheme.matmul_bits))
     head = {"source": stamp.described(), "board": board_digest(board), "options": recorded, **_tools(runtime)}
     return _Work(
         name=name,
@@ -283,7 +300,8 @@ def _transform(
         notes=tuple(notes),
         recorded=recorded,
         lowered=lowered,
-        cuts=_cut(model, source, options),
+        cuts=cuts,
+        chosen=chosen,
         settings=runtime.session_settings(scheme),
         properties=properties,
         source_bytes=source_bytes,
@@ -402,14 +420,26 @@ class _Both(Progress):
         self._progress.warn(text)
 
 
-def _cut(model: ir.Model, source: Path, options: Options) -> list[Cut]:
-    """Segments small enough that the host can load one, and the board can lay one out, at a time."""
-    limit = segment_limit(options.host_memory)
-    if sum(tensor.nbytes for tensor in initializers(model)) <= limit:
-        return segments(model, [len(model.graph)])
+def _cut(
+    model: ir.Model, source: Path, board: Board, options: Options, runtime: Backend, inputs: Contract, blocked: bool
+) -> tuple[list[Cut], Cuts | None]:
+    """Segments small enough that the host can load one at a time, and the board hold two where it streams them."""
+    limit, largest = segment_limit(options.host_memory), sizes_at(inputs.dims, "max")
+    total = sum(tensor.nbytes for tensor in initializers(model))
+    nbytes = {v.name or "": largest_nbytes(v, largest) or 0 for node in model.graph for v in node.outputs}
+    taken = sum(spec.max_nbytes for spec in inputs.inputs)
+    slot = taken + sum(nbytes.get(value.name or "", 0) for value in model.graph.outputs)
+    images = (memory_bytes(options.recipe, inputs), options.recipe.decode.max_bytes) if options.recipe else ()
+    needs = memory.Footprint([runtime.weight_footprint(model)], 0, slot, taken, *images)
+    active = peak_bytes(order_of(model, {}, nbytes, [0] * len(model.graph)))
+    room = streaming_room(board, needs, active, total, options.slots, options.residency, blocked)
+    if total <= limit and room is None and not options.wishes.recorded():
+        return segments(model, [len(model.graph)]), None
     names = {value.name or "" for node in source_form(source, options.shapes).graph for value in node.outputs}
     sizes = static_sizes(at_largest(source, options.shapes, NORMALIZE))
-    return segments(model, cut(positions(model, {n: b for n, b in sizes.items() if n in names}), limit))
+    crossing = {name: size for name, size in sizes.items() if name in names}
+    chosen = choose_cuts(model, crossing, nbytes, options.wishes, limit, room, board)
+    return segments(model, chosen.ends), chosen
 
 
 def _write_segments(

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from compile.partition.cuts import Cuts
 from targets.budget import KINDS, MemoryPlan
 from targets.bundle import Manifest, Quantization, Verification
 from targets.tensor import TensorSpec, human
@@ -23,8 +24,10 @@ def report_json(
     verification: Verification,
     plan: MemoryPlan,
     notes: Sequence[str],
+    cuts: Cuts | None = None,
 ) -> bytes:
-    """The report file of a bundle; `warnings` repeats what was said on the terminal, `notes` of the model included."""
+    """The report file of a bundle; `warnings` repeats what was said on the terminal, `notes` of the model included;
+    `cuts` says how segments were chosen, None where one was enough."""
     report: dict[str, Any] = {
         "model": name,
         "target": target,
@@ -32,6 +35,7 @@ def report_json(
         "quantization": quantization,
         "verification": verification,
         "memory": memory_summary(plan),
+        "cuts": cuts,
         "warnings": [*notes, *warnings(verification)],
     }
     return msgspec.json.format(msgspec.json.encode(report, order="sorted"), indent=1) + b"\n"

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from compile.partition.greedy import cut
-from compile.partition.tables import Order, Table, Tables, candidates, legal_ends, neediest, tables
+from compile.partition.tables import Order, Table, Tables, candidates, legal_ends, neediest, peak_bytes, tables
 
 # More than any cost; twice as much is still an int64.
 NEVER = 1 << 61
@@ -119,8 +119,8 @@ def _greedy_limit(order: Order, rules: Rules) -> int:
     total = sum({name: nbytes for position in order.positions for name, nbytes in position.weights}.values())
     limits = [total, *([rules.segment] if rules.segment is not None else [])]
     if rules.budget is not None and rules.loading is not Loading.KEPT:
-        whole = tables(order, [len(order.positions)], rules.pinned)
-        room = rules.budget - whole.pinned_bytes - int(whole.active[0, 1])
+        pinned = {name: n for position in order.positions for name, n in position.weights if name in rules.pinned}
+        room = rules.budget - sum(pinned.values()) - peak_bytes(order)
         limits.append(room // 2 if rules.loading is Loading.AHEAD else room)
     return max(min(limits), 0)
 

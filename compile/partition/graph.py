@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from compile.graph import bodies_of, constant, ir
 from compile.partition.greedy import Position
+from compile.partition.tables import Activation, Order
 
 
 def positions(model: ir.Model, sizes: Mapping[str, int], forced: Collection[str] = ()) -> list[Position]:
@@ -38,6 +39,26 @@ def positions(model: ir.Model, sizes: Mapping[str, int], forced: Collection[str]
         known = [nbytes for nbytes in live.values() if nbytes is not None]
         result.append(Position(weights, sum(known) if len(known) == len(live) else None))
     return result
+
+
+def order_of(model: ir.Model, crossing: Mapping[str, int], nbytes: Mapping[str, int], work_ns: Sequence[int]) -> Order:
+    """The model in its own order. `crossing` gives bytes of every value that may cross a cut, `nbytes` of others, by
+    name; a value of unknown size counts nothing. `work_ns`: what each node takes at least."""
+    read_by: dict[ir.Value, list[int]] = {}
+    for at, node in enumerate(model.graph):
+        for value in dict.fromkeys(reads(node)):
+            read_by.setdefault(value, []).append(at)
+    results = set(model.graph.outputs)
+    activations = [
+        Activation(at, tuple(read_by.get(value, ())), _size(value, crossing, nbytes), value in results)
+        for at, node in enumerate(model.graph)
+        for value in node.outputs
+    ]
+    return Order(positions(model, crossing), activations, work_ns)
+
+
+def _size(value: ir.Value, *tables: Mapping[str, int]) -> int:
+    return next((table[value.name] for table in tables if value.name and value.name in table), 0)
 
 
 def _last_readers(nodes: Sequence[ir.Node]) -> dict[ir.Value, int]:

@@ -144,6 +144,11 @@ def tables(order: Order, ends: Sequence[int], pinned: frozenset[str] = frozenset
     return Tables(at, weights, streamed, active, copied, work, sum(pinned_bytes.values()))
 
 
+def peak_bytes(order: Order) -> int:
+    """The most of activations that are in memory at once in a run of the whole."""
+    return int(tables(order, [len(order.positions)]).active[0, 1]) if order.positions else 0
+
+
 def neediest(order: Order, start: int, end: int) -> int:
     """Of a segment's nodes the one whose weights and results take most."""
     made: dict[int, int] = {}
