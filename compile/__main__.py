@@ -43,9 +43,12 @@ def compile_command(
         list[str] | None,
         typer.Option(
             help="Range of an input's dynamic axes: x=1,3,48,320..1600 (MIN..MAX or MIN..OPT..MAX); or of one "
-            "dimension by its name: batch=1..8."
+            "dimension by its name: batch=1..8. Requests are grouped by size: 320/480/640 in the place of MAX says how."
         ),
     ] = None,
+    batch_axis: Annotated[
+        str, typer.Option(help="Dimension along which requests can be put together; by default it is found.")
+    ] = "",
     calib: Annotated[
         Path | None,
         typer.Option(help="Samples to calibrate and verify on: .npz, .npy, .bin, .raw, .jsonl, images, or a folder."),
@@ -105,6 +108,7 @@ def compile_command(
         block=block,
         symmetric=symmetric,
         shapes=tuple(parse_shape(text) for text in shape or ()),
+        batch_axis=batch_axis,
         calib=calib,
         calibrate_with=calibrate_with,
         random=random,

@@ -24,7 +24,7 @@ from compile.calibrate.run import calibrate
 from compile.calibrate.samples import Sample, iterate, read_samples, readers_of
 from compile.calibrate.synthetic import corners, largest_sample, random_samples
 from compile.dump import check_pass_name, dump_after
-from compile.errors import ModelError, OptionError, VerificationError
+from compile.errors import DataError, ModelError, OptionError, VerificationError
 from compile.forms import NORMALIZE, at_largest, link_limit, source_chain, source_form
 from compile.graph import initializers, ir, load_model, weight_nbytes
 from compile.partition.choose import Wishes, choose_cuts, streaming_room
@@ -41,10 +41,18 @@ from compile.passes.widen import holds_half
 from compile.quantize.schemes import SCHEMES, Scheme, choose_scheme
 from compile.quantize.source import check_scales
 from compile.report import report_json
-from compile.shapes import ShapeRequest, bind_shapes, build_contract, contract_inputs, largest_nbytes, sizes_at
+from compile.shapes import (
+    ShapeRequest,
+    bind_shapes,
+    build_contract,
+    contract_inputs,
+    find_batch,
+    largest_nbytes,
+    sizes_at,
+)
 from compile.sizes import check_host_memory, check_inputs, check_sizes, segment_limit
 from compile.source import Digests, SourceStamp
-from compile.verify import FLOAT_LIMIT, HALF_LIMIT, Link, verify
+from compile.verify import FLOAT_LIMIT, HALF_LIMIT, Link, verify, verify_rows
 from compile.writer import BundleWriter
 from targets.board import MIB, Board, board_digest
 from targets.budget import MemoryPlan, budget_bytes, check_plan
@@ -75,6 +83,7 @@ class Options:
 
     `block`: weights that share a scale; `symmetric`: without zero points; None for the scheme's default.
     `host_memory`: bytes that compiling may take, whatever the model's size; larger models are cut into more segments.
+    `batch_axis`: name of the dimension along which requests can be put together; by default what is found.
     `segments`, `max_segment`, `cut_at`: how it is cut, see `Wishes`; by default as is best for host and board.
     `calib`: what to verify on, and, by a scheme that is calibrated, to calibrate on with the method `calibrate_with`;
     `random`: calibrate on random values instead.
@@ -108,11 +117,14 @@ class Options:
         """What is asked of the cuts. Raises OptionError."""
         return Wishes(self.segments, self.max_segment, self.cut_at)
 
+    batch_axis: str = ""
+
     def recorded(self) -> dict[str, str]:
         """The options that shape the bundle, as the manifest keeps them: no paths."""
         return {
             "scheme": self.scheme,
-            "shapes": " ".join(f"{name}={','.join(map(str, dims))}" for name, dims in self.shapes),
+            "shapes": " ".join(f"{name}={','.join(dim.spelled() for dim in dims)}" for name, dims in self.shapes),
+            "batch_axis": self.batch_axis,
             "samples": str(self.samples),
             "slots": str(self.slots),
             "host_memory": str(self.host_memory),
@@ -151,9 +163,10 @@ def compile_model(
 
         progress.phase("verify")
         errors, segment_errors = _verify(source, writer, options, runtime, work, parts)
+        batch = _verified_batch(source, writer, options, runtime, work, parts)
 
         progress.phase("plan memory")
-        contract, residency, plan = _plan(board, options, runtime, work, parts, weights)
+        contract, residency, plan = _plan(board, options, runtime, work, parts, weights, batch)
         check_plan(plan, budget_bytes(board))
 
         progress.phase("finish")
@@ -196,7 +209,8 @@ def compile_model(
 @dataclasses.dataclass(frozen=True)
 class _Work:
     """The model after every change that needs no weights, and what is known of it. `head` is all that the bundle's
-    bytes depend on; `scheme_is_blocked`: matrices are quantized in blocks; `notes`: what the passes had to say."""
+    bytes depend on; `scheme_is_blocked`: matrices are quantized in blocks; `notes`: what the passes had to say;
+    `batch`: the dimension that may be the batch."""
 
     name: str
     model: ir.Model
@@ -217,6 +231,7 @@ class _Work:
     head: dict[str, Any]
     error_limit: float | None
     scheme_is_blocked: bool
+    batch: str | None
 
     @property
     def planned_bytes(self) -> int:
@@ -272,6 +287,7 @@ def _transform(
     progress.phase("transform")
     dims = bind_shapes(model, options.shapes)
     inputs = Contract(contract_inputs(model, dims), (), dims)
+    batch = find_batch(inputs, options.batch_axis)
     check_inputs(inputs, board, options.host_memory)
     dump = dump_after(options.dump_after, model, options.dump_to or out.absolute().parent, out.stem)
     notes = run_passes(model, NORMALIZE, dump)
@@ -310,6 +326,7 @@ def _transform(
         head=head,
         error_limit=_error_limit(options, scheme, half),
         scheme_is_blocked=bool(scheme.matmul_bits),
+        batch=batch,
     )
 
 
@@ -357,14 +374,47 @@ def _verify(
         Link(part.path.stem, part.inputs, part.outputs, functools.partial(runtime.load, part.path, work.settings))
         for part in parts
     ]
-    bound = functools.partial(_bounded, options.host_memory)
     with writer.scratch() as folder:
         cache = ActivationCache(folder, shutil.disk_usage(folder).free // 2)
-        limit = segment_limit(options.host_memory)
-        chain = source_chain(source, options.shapes, limit, runtime, work.source_bytes, work.half, parts)
-        return verify(
-            [*map(bound, chain)], [*map(bound, compiled)], work.samples, work.results, cache, work.error_limit
-        )
+        chain = _source_links(source, options, runtime, work, parts)
+        bound = [_bounded(options.host_memory, link) for link in compiled]
+        return verify(chain, bound, work.samples, work.results, cache, work.error_limit)
+
+
+def _source_links(source: Path, options: Options, runtime: Backend, work: _Work, parts: Sequence[Part]) -> list[Link]:
+    """The source model as links that fit into the host's memory."""
+    limit = segment_limit(options.host_memory)
+    chain = source_chain(source, options.shapes, limit, runtime, work.source_bytes, work.half, parts)
+    return [_bounded(options.host_memory, link) for link in chain]
+
+
+def _verified_batch(
+    source: Path, writer: BundleWriter, options: Options, runtime: Backend, work: _Work, parts: Sequence[Part]
+) -> str | None:
+    """The batch of the contract: rows together have been compared with rows apart, on random values.
+
+    Raises OptionError where they differ, if a person named it.
+    """
+    if work.batch is None:
+        return None
+    rows = 2 * max(work.dims[work.batch].min, 1)
+    dims = work.dims | {work.batch: DimRange(rows, rows, rows)}
+    try:
+        for value in work.model.graph.outputs:
+            if value.shape is None:
+                raise VerificationError(f"the dimensions of output {value.name!r} are not known")
+        sample = random_samples(work.model, Contract(work.inputs.inputs, (), dims), ("opt",))[0]
+        with writer.scratch() as folder:
+            cache = ActivationCache(folder, shutil.disk_usage(folder).free // 2)
+            chain = _source_links(source, options, runtime, work, parts)
+            verify_rows(chain, sample, work.results, cache, HALF_LIMIT if work.half else FLOAT_LIMIT)
+    except (VerificationError, DataError) as error:
+        if options.batch_axis:
+            raise OptionError(
+                f"--batch-axis: {work.batch!r} is not the batch: {error}", "leave the option out"
+            ) from None
+        return None
+    return work.batch
 
 
 def _bounded(nbytes: int, link: Link) -> Link:
@@ -372,11 +422,17 @@ def _bounded(nbytes: int, link: Link) -> Link:
 
 
 def _plan(
-    board: Board, options: Options, runtime: Backend, work: _Work, parts: Sequence[Part], weights: list[WeightFootprint]
+    board: Board,
+    options: Options,
+    runtime: Backend,
+    work: _Work,
+    parts: Sequence[Part],
+    weights: list[WeightFootprint],
+    batch: str | None,
 ) -> tuple[Contract, Residency, MemoryPlan]:
     """Observe one run at the largest shapes, and make contract, residency and certificate of what was seen."""
     largest, trace = _observed(runtime, work, parts)
-    contract = build_contract(work.model, work.dims, trace.output_nbytes)
+    contract = build_contract(work.model, work.dims, trace.output_nbytes, batch)
     arena = memory.place(memory.activation_buffers(trace))
     practical = memory.arena_in_practice(
         arena.height,

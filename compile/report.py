@@ -75,7 +75,9 @@ def print_report(manifest: Manifest, console: Console) -> None:
     console.print(f"takes  {_specs(manifest.contract.inputs)}")
     console.print(f"gives  {_specs(manifest.contract.outputs)}")
     for name, dim in manifest.contract.dims.items():
-        console.print(f"       {escape(name)} = {dim}")
+        batch = ", the batch" if name == manifest.contract.batch else ""
+        buckets = ", ".join(map(str, dim.buckets))
+        console.print(f"       {escape(name)} = {dim}{batch}, fastest at {dim.opt}, in buckets of {buckets}")
     ratio = q.source_weight_bytes / max(q.weight_bytes, 1)
     console.print(
         f"scheme {q.scheme}{_blocks(manifest.options)}: weights {human(q.source_weight_bytes)} -> "

@@ -12,9 +12,14 @@ from compile.graph import contract_dtype, ir
 from targets.errors import did_you_mean
 from targets.tensor import Contract, DimRange, DType, TensorSpec, nbytes
 
-_DIM = re.compile(r"(\d+)(?:\.\.(\d+)(?:\.\.(\d+))?)?")
+# Sizes of 18 digits are more than any tensor has.
+_SIZE = r"(\d{1,18})"
+_DIM = re.compile(rf"(?:{_SIZE}\.\.)?(?:{_SIZE}\.\.)?({_SIZE[1:-1]}(?:/{_SIZE[1:-1]})*)", re.ASCII)
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
-_EXAMPLE = "write NAME=DIM,DIM,... with DIM a size, MIN..MAX or MIN..OPT..MAX, as in x=1..8,3,48,320..1600"
+_EXAMPLE = (
+    "write NAME=DIM,DIM,... with DIM a size, MIN..MAX or MIN..OPT..MAX, as in x=1..8,3,48,320..1600; MAX may be the "
+    "sizes to group requests by, as in 320..480/640/1600"
+)
 
 ShapeRequest = tuple[str, tuple[DimRange, ...]]
 """An input name (or a pattern such as `past.*`) and the range of each of its axes; or a symbol and its range."""
@@ -32,12 +37,16 @@ def _parse_dim(dim: str, text: str) -> DimRange:
     match = _DIM.fullmatch(dim)
     if not match:
         raise OptionError(f"--shape {text!r}: {dim!r} is not a dimension", _EXAMPLE)
-    first, second, third = match.groups()
-    low, high = int(first), int(third or second or first)
-    opt = int(second) if third else high
+    first, second, last = match.groups()
+    buckets = tuple(map(int, last.split("/")))
+    low, high = int(first or buckets[0]), buckets[-1]
+    opt = int(second or high)
     if not low <= opt <= high:
         raise OptionError(f"--shape {text!r}: {dim!r} does not rise from MIN to MAX", _EXAMPLE)
-    return DimRange(low, opt, high)
+    try:
+        return DimRange(low, opt, high, buckets if len(buckets) > 1 else ())
+    except ValueError as error:
+        raise OptionError(f"--shape {text!r}: {dim!r}: {error}", _EXAMPLE) from None
 
 
 def bind_shapes(model: ir.Model, requests: Sequence[ShapeRequest]) -> dict[str, DimRange]:
@@ -98,26 +107,39 @@ def _bind_one(value: ir.Value, ranges: tuple[DimRange, ...], symbols: dict[str, 
 
 def _bind_symbol(symbol: str, wanted: DimRange, symbols: dict[str, DimRange]) -> None:
     if symbols.setdefault(symbol, wanted) != wanted:
-        raise OptionError(f"--shape binds dimension {symbol!r} twice: {symbols[symbol]} and {wanted}")
+        raise OptionError(
+            f"--shape binds dimension {symbol!r} twice: {symbols[symbol].spelled()} and {wanted.spelled()}"
+        )
 
 
 def _require_bound(inputs: list[ir.Value], symbols: Mapping[str, DimRange]) -> None:
     missing: list[str] = []
+    examples: list[str] = []
     axes: list[str] = []
-    bound = set(symbols)
+    known = {symbol: wanted.spelled() for symbol, wanted in symbols.items()}
+    guesses = dict(known)
     for value in inputs:
         dims = _dims(value)
-        unbound = [axis for axis, dim in enumerate(dims) if isinstance(dim, str) and dim not in bound]
+        unbound = [axis for axis, dim in enumerate(dims) if isinstance(dim, str) and dim not in guesses]
         if unbound:
-            bound.update(d for d in dims if isinstance(d, str))
+            guesses.update({str(dims[axis]): _guess(axis, len(dims)) for axis in unbound})
             axes.extend(_describe_axis(value, axis) for axis in unbound)
-            shown = [str(symbols.get(dim, "?")) if isinstance(dim, str) else str(dim) for dim in dims]
-            missing.append(f"--shape '{value.name}={','.join(shown)}'")
+            shown = [known.get(dim, "?") if isinstance(dim, str) else dim for dim in dims]
+            missing.append(f"--shape '{value.name}={','.join(map(str, shown))}'")
+            filled = [guesses[dim] if isinstance(dim, str) else dim for dim in dims]
+            examples.append(f"--shape '{value.name}={','.join(map(str, filled))}'")
     if missing:
         raise OptionError(
             f"the model has dynamic dimensions without a range: {'; '.join(axes)}; say {' '.join(missing)}",
-            "each ? is a size, MIN..MAX or MIN..OPT..MAX",
+            f"each ? is a size, MIN..MAX or MIN..OPT..MAX; for example {' '.join(examples)}",
         )
+
+
+def _guess(axis: int, rank: int) -> str:
+    """A range for an example: a batch, the sides of an image, or a sequence."""
+    if axis == 0 and rank > 1:
+        return "1..8"
+    return "32..640" if rank >= 4 and axis >= rank - 2 else "1..256"
 
 
 def _describe_axis(value: ir.Value, axis: int) -> str:
@@ -197,14 +219,45 @@ def contract_inputs(model: ir.Model, dims: Mapping[str, DimRange]) -> tuple[Tens
     )
 
 
-def build_contract(model: ir.Model, dims: dict[str, DimRange], output_nbytes: Mapping[str, int]) -> Contract:
-    """The I/O contract; `output_nbytes` is what each output took at the upper ends of all ranges."""
+def find_batch(inputs: Contract, wanted: str = "") -> str | None:
+    """The dimension that may be the batch: axis 0, and no other, of every input, with room for two requests.
+
+    None where there is none. Whether rows are computed apart is not known by that (`compile.verify.verify_rows`).
+    Raises OptionError when `wanted` is not it.
+    """
+    leading = (
+        name
+        for name, sizes in inputs.dims.items()
+        if 2 * max(sizes.min, 1) <= sizes.max
+        and all([axis for axis, dim in enumerate(spec.shape) if dim == name] == [0] for spec in inputs.inputs)
+    )
+    found = next(leading, None)
+    if wanted in ("", found):
+        return found
+    if wanted not in inputs.dims:
+        raise OptionError(f"--batch-axis: no dimension {wanted!r} has a range", did_you_mean(wanted, inputs.dims))
+    raise OptionError(
+        f"--batch-axis: {wanted!r} = {inputs.dims[wanted]} is not the batch, which is axis 0, and no other, of every "
+        "input and holds two requests",
+        f"the model takes {'; '.join(spec.describe() for spec in inputs.inputs)}",
+    )
+
+
+def build_contract(
+    model: ir.Model, dims: dict[str, DimRange], output_nbytes: Mapping[str, int], batch: str | None = None
+) -> Contract:
+    """The I/O contract; `output_nbytes` is what each output took at the upper ends of all ranges.
+
+    `batch` is axis 0 of every output too, whether or not that could be inferred.
+    """
     inputs = contract_inputs(model, dims)
     outputs = tuple(
-        TensorSpec(value.name or "", contract_dtype(value), _output_dims(value, dims), output_nbytes[value.name or ""])
+        TensorSpec(
+            value.name or "", contract_dtype(value), _output_dims(value, dims, batch), output_nbytes[value.name or ""]
+        )
         for value in model.graph.outputs
     )
-    return Contract(inputs, outputs, dims)
+    return Contract(inputs, outputs, dims, batch)
 
 
 def _reserve(dtype: DType, shape: tuple[int, ...]) -> int:
@@ -216,11 +269,12 @@ def _reserve(dtype: DType, shape: tuple[int, ...]) -> int:
     return elements * STRING_RESERVE_BYTES
 
 
-def _output_dims(value: ir.Value, dims: Mapping[str, DimRange]) -> tuple[int | str, ...]:
+def _output_dims(value: ir.Value, dims: Mapping[str, DimRange], batch: str | None) -> tuple[int | str, ...]:
     """Output axes: sizes, names of ranges, or a name of its own where it follows from the data."""
     if value.shape is None:
         return ()
-    return tuple(
+    shape = tuple(
         dim if isinstance(dim, int) else (dim.value if dim.value in dims else None) or f"{value.name}_{axis}"
         for axis, dim in enumerate(value.shape)
     )
+    return shape if batch is None else (batch, *shape[1:])

@@ -134,6 +134,37 @@ def verify(
     return outputs, tuple(errors)
 
 
+def verify_rows(
+    source: Sequence[Link], rows: Sample, results: Sequence[str], cache: ActivationCache, limit: float
+) -> None:
+    """Run an even number of rows through the source model, all together and in two halves, link by link.
+
+    Raises VerificationError unless every output in `results` has axis 0 of its own for them, and a relative L2 between
+    the two of at most `limit`. The source is asked because the compiled model may round all rows with one scale.
+    """
+    half = len(next(iter(rows.values()))) // 2
+    parts = (slice(None), slice(half), slice(half, None))
+    for index, name in itertools.product(range(len(parts)), rows):
+        cache.put(_SOURCE, name, index, np.asarray(rows[name][parts[index]]))
+    _run_source(source, set(results), len(parts), cache)
+    for name in results:
+        together = cache.get(_SOURCE, name, 0)
+        comparison = Comparison(name)
+        for index in (1, 2):
+            apart = cache.get(_SOURCE, name, index)
+            if together.shape != (2 * half, *apart.shape[1:]) or apart.shape[:1] != (half,):
+                raise VerificationError(
+                    f"output {name!r} is {list(together.shape)} for {2 * half} rows together, {list(apart.shape)} for "
+                    f"{half} of them"
+                )
+            comparison.add(together[parts[index]], apart)
+        relative = comparison.result().relative_l2
+        if relative > limit:
+            raise VerificationError(
+                f"output {name!r} of rows together differs from that of rows apart: relative L2 {relative:.3g}"
+            )
+
+
 _SOURCE, _COMPILED = "source", "compiled"
 
 

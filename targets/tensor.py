@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+import math
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from itertools import pairwise
 
 import msgspec
 
@@ -100,27 +103,92 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.name} {self.dtype.value}[{','.join(map(str, self.shape))}]"
 
 
+# Requests of one bucket wait for each other: with more buckets fewer meet, with fewer they are padded further.
+MAX_BUCKETS = 8
+# From this size on buckets grow by at most half; below, they double.
+_FINE = 16
+
+
+def ladder(low: int, opt: int, high: int) -> tuple[int, ...]:
+    """Bucket sizes for low..high: ascending, at most MAX_BUCKETS, `low` (1 at least), `opt` and `high` among them.
+
+    From below 16 they double (1, 2, 4, 8); else they grow in equal ratios of at most 1.5, by multiples of 8 or 16.
+    Where that makes too many, the ratio is as much larger as it must be.
+    """
+    first = min(max(low, 1), high)
+    fixed = {first, opt, high}
+    doubled = fixed.union(first << i for i in range(high.bit_length()) if first << i < high)
+    if first < _FINE and len(doubled) <= MAX_BUCKETS:
+        return tuple(sorted(doubled))
+    spans = list(pairwise(sorted({first, max(opt, first), high})))
+    ratio = 1.5
+    while sum(steps := [math.ceil(math.log(b / a, ratio)) for a, b in spans]) + (opt < first) >= MAX_BUCKETS:
+        ratio *= 1.1
+    between = [_even(a * (b / a) ** (i / n)) for (a, b), n in zip(spans, steps, strict=True) for i in range(1, n)]
+    return tuple(sorted(fixed.union(size for size in between if first < size < high)))
+
+
+def _even(size: float) -> int:
+    grain = 16 if size >= 128 else 8 if size >= 24 else 1
+    return round(size / grain) * grain
+
+
 class DimRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Closed range of a named dimension; `opt` is the size to be fastest at."""
+    """Closed range of a named dimension; `opt` is the size to be fastest at.
+
+    `buckets` are the sizes that requests are grouped by, those of `ladder` where none are given: ascending, `opt`
+    among them, `max` the last. They say which requests may share a batch; every size in the range is taken.
+    """
 
     min: int
     opt: int
     max: int
+    buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.min <= self.opt <= self.max:
             raise ValueError(f"a range needs 0 <= min <= opt <= max, not {self.min}, {self.opt}, {self.max}")
+        if not self.buckets:
+            msgspec.structs.force_setattr(self, "buckets", ladder(self.min, self.opt, self.max))
+        rising = all(a < b for a, b in pairwise(self.buckets))
+        if not rising or self.buckets[0] < self.min or self.buckets[-1] != self.max or self.opt not in self.buckets:
+            raise ValueError(
+                f"buckets must rise from {self.min} or more to {self.max} and hold {self.opt}, "
+                f"not {', '.join(map(str, self.buckets))}"
+            )
 
     def __str__(self) -> str:
         return str(self.min) if self.min == self.max else f"{self.min}..{self.max}"
 
+    def __contains__(self, size: int) -> bool:
+        return self.min <= size <= self.max
+
+    def spelled(self) -> str:
+        """As `--shape` reads it, whole: `320..640..1280`, or with buckets of its own `320..640..320/640/1280`."""
+        own = self.buckets != ladder(self.min, self.opt, self.max)
+        if self.min == self.max and not own:
+            return str(self.min)
+        last = "/".join(map(str, self.buckets)) if own else str(self.max)
+        return f"{self.min}..{last}" if self.opt == self.max else f"{self.min}..{self.opt}..{last}"
+
+    def bucket(self, size: int) -> int:
+        """The smallest bucket that holds a size of the range; ContractError for a size outside of it."""
+        if size not in self:
+            raise ContractError(f"size {size} is outside {self}")
+        return self.buckets[bisect_left(self.buckets, size)]
+
 
 class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a bundle promises to take and to give. Input dimensions are numbers or names found in `dims`."""
+    """What a bundle promises to take and to give. Input dimensions are numbers or names found in `dims`.
+
+    `batch`: the dimension along which requests can be put together and answers be taken apart, axis 0 of every input
+    and output: each row is computed as if it were alone. None where there is none.
+    """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     dims: dict[str, DimRange]
+    batch: str | None = None
 
     def __post_init__(self) -> None:
         for kind, specs in (("input", self.inputs), ("output", self.outputs)):
@@ -131,6 +199,10 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             unknown = [d for d in spec.shape if isinstance(d, str) and d not in self.dims]
             if unknown:
                 raise ValueError(f"input {spec.name!r}: no range for dimension {unknown[0]!r}")
+        if self.batch is not None:
+            for spec in (*self.inputs, *self.outputs):
+                if [axis for axis, dim in enumerate(spec.shape) if dim == self.batch] != [0]:
+                    raise ValueError(f"the batch {self.batch!r} must be axis 0, and no other, of {spec.describe()}")
 
     def input(self, name: str) -> TensorSpec:
         """The input of that name, or ContractError naming those there are."""
@@ -167,6 +239,19 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 owner.setdefault(dim, spec.name)
         return sizes
 
+    def bucket(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The bucket of every named dimension, for the sizes that `check_inputs` returns: the smallest that holds it.
+
+        Requests with equal buckets may share a batch. Raises ContractError for a dimension without a range and for a
+        size outside its range.
+        """
+        found: dict[str, int] = {}
+        for name, size in sizes.items():
+            if name not in self.dims:
+                raise ContractError(f"unknown dimension {name!r}", did_you_mean(name, self.dims))
+            found[name] = self.dims[name].bucket(size)
+        return found
+
     def _check_one(self, spec: TensorSpec, dtype: DType, shape: Sequence[int]) -> None:
         if dtype is not spec.dtype:
             raise ContractError(
@@ -178,8 +263,8 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"the model takes {spec.describe()}",
             )
         for axis, (dim, size) in enumerate(zip(spec.shape, shape, strict=True)):
-            allowed = DimRange(dim, dim, dim) if isinstance(dim, int) else self.dims[dim]
-            if not allowed.min <= size <= allowed.max:
+            allowed = dim if isinstance(dim, int) else self.dims[dim]
+            if not (size == allowed if isinstance(allowed, int) else size in allowed):
                 raise ContractError(
                     f"input {spec.name!r} has size {size} on axis {axis}",
                     f"the bundle was compiled for {allowed} there ({spec.describe()})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from onnx import TensorProto
 
 from compile.errors import OptionError
 from compile.graph import load_model
-from compile.shapes import STRING_RESERVE_BYTES, bind_shapes, build_contract, parse_shape
+from compile.shapes import STRING_RESERVE_BYTES, bind_shapes, build_contract, find_batch, parse_shape
 from targets.errors import ContractError
 from targets.tensor import Contract, DimRange, DType
 from tests.support.models import model, node, save, value
@@ -30,18 +31,57 @@ def contract_of(
     return build_contract(graph, dims, {output.name: 0 for output in outputs})
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5))
-def test_the_grammar_reads_what_it_prints(rows: list[tuple[int, int, int]]) -> None:
-    ranges = tuple(DimRange(a, a + b, a + b + c) for a, b, c in rows)
-    text = ",".join(f"{r.min}..{r.opt}..{r.max}" for r in ranges)
-    assert parse_shape(f"a=b={text}") == ("a=b", ranges)
-    assert parse_shape("x=" + ",".join(str(r) for r in ranges))[1] == tuple(
-        DimRange(r.min, r.max, r.max) for r in ranges
-    )
+@st.composite
+def ranges(draw: st.DrawFn) -> DimRange:
+    low, opt, high = sorted(draw(st.tuples(*[st.integers(0, 2000)] * 3)))
+    own = draw(st.sets(st.integers(low, high), max_size=5)) | {opt, high}
+    return DimRange(low, opt, high, tuple(sorted(own)) if len(own) > 1 and draw(st.booleans()) else ())
+
+
+@given(st.lists(ranges(), min_size=1, max_size=5))
+def test_the_grammar_reads_what_it_spells(dims: list[DimRange]) -> None:
+    text = ",".join(dim.spelled() for dim in dims)
+    assert parse_shape(f"a=b={text}") == ("a=b", tuple(dims))
 
 
 @pytest.mark.parametrize(
-    "text", ["x", "=1", "x=a", "x=-1", "x=1..", "x=1..2..3..4", "x=5..1", "x=1..9..4", "x=1,,3", "x=1.5"]
+    ("text", "expected"),
+    [
+        ("5", DimRange(5, 5, 5)),
+        ("1..8", DimRange(1, 8, 8)),
+        ("1..4..8", DimRange(1, 4, 8)),
+        ("320/640/1280", DimRange(320, 1280, 1280, (320, 640, 1280))),
+        ("100..320/640", DimRange(100, 640, 640, (320, 640))),
+        ("100..320..320/640", DimRange(100, 320, 640, (320, 640))),
+    ],
+)
+def test_what_a_dimension_can_be(text: str, expected: DimRange) -> None:
+    assert parse_shape(f"x={text}") == ("x", (expected,))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x",
+        "=1",
+        "x=a",
+        "x=-1",
+        "x=1..",
+        "x=1..2..3..4",
+        "x=5..1",
+        "x=1..9..4",
+        "x=1,,3",
+        "x=1.5",
+        "x=8/4",
+        "x=1/1",
+        "x=5..4/8",
+        "x=1..5..4/8",
+        "x=4/",
+        "x=1/2..4",
+        f"x={'9' * 5000}",
+        "x=\u0664",
+    ],
+    ids=lambda text: text[:12],
 )
 def test_bad_grammar_shows_the_grammar(text: str) -> None:
     with pytest.raises(OptionError, match=r"MIN\.\.MAX"):
@@ -129,6 +169,55 @@ def test_a_dimension_is_bound_by_its_own_name_for_all_inputs(tmp_path: Path) -> 
     assert contract.dims == {"batch": DimRange(1, 2, 8), "len": DimRange(1, 64, 64)}
     with pytest.raises(OptionError, match="binds dimension 'batch' twice: 2 and 3"):
         contract_of(tmp_path, inputs, "batch=2", "ids=3,4")
+
+
+def test_what_is_missing_comes_with_an_example_that_binds_it(tmp_path: Path) -> None:
+    inputs: dict[str, list[int | str | None]] = {
+        "x": ["n", 3, None, "w"], "y": ["n", "t"], "z": [4, "w"], "k": [None], "s": ["size"],
+    }  # fmt: skip
+    with pytest.raises(OptionError, match="for example") as caught:
+        contract_of(tmp_path, inputs, "size=2..4..8")
+    example = str(caught.value).rpartition("for example ")[2].rstrip(")")
+    assert example == "--shape 'x=1..8,3,32..640,32..640' --shape 'y=1..8,1..256' --shape 'k=1..256'"
+    given_ = [text for text in shlex.split(example) if text != "--shape"]
+    contract = contract_of(tmp_path, inputs, "size=2..4..8", *given_)
+    assert contract.dims == {
+        "n": DimRange(1, 8, 8), "x_2": DimRange(32, 640, 640), "w": DimRange(32, 640, 640), "t": DimRange(1, 256, 256),
+        "k_0": DimRange(1, 256, 256), "size": DimRange(2, 4, 8),
+    }  # fmt: skip
+
+
+BATCHES: dict[str, tuple[dict[str, list[int | str | None]], tuple[str, ...], str | None]] = {
+    "one input": ({"x": ["n", 8]}, ("n=1..4",), "n"),
+    "all inputs": ({"x": ["n", 8], "y": ["n"]}, ("n=1..4",), "n"),
+    "the first of two": ({"x": ["n", "t"], "y": ["n", "t"]}, ("n=1..4", "t=1..9"), "n"),
+    "unnamed": ({"x": [None, 8]}, ("x=1..4,8",), "x_0"),
+    "fixed": ({"x": ["n", 8]}, ("n=4",), None),
+    "not in all inputs": ({"x": ["n", 8], "y": [8]}, ("n=1..4",), None),
+    "not of one name": ({"x": ["n", 8], "y": ["m", 8]}, ("n=1..4", "m=1..4"), None),
+    "on two axes": ({"x": ["n", 8], "y": ["n", "n"]}, ("n=1..4",), None),
+    "not the first axis": ({"x": [8, "n"]}, ("n=1..4",), None),
+    "no room for two": ({"x": ["n", 8]}, ("n=3..5",), None),
+    "a scalar": ({"x": ["n", 8], "y": []}, ("n=1..4",), None),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_the_batch_is_found_by_its_place(tmp_path: Path, case: str) -> None:
+    inputs, shapes, expected = BATCHES[case]
+    contract = contract_of(tmp_path, inputs, *shapes)
+    assert find_batch(contract) == expected
+    for name in contract.dims:
+        if name == expected:
+            assert find_batch(contract, name) == name
+        else:
+            with pytest.raises(OptionError, match=rf"'{name}' = \d\.\.\d is not the batch.*the model takes x float32"):
+                find_batch(contract, name)
+
+
+def test_a_batch_of_another_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"no dimension 'bach' has a range \(did you mean 'batch'"):
+        find_batch(contract_of(tmp_path, {"x": ["batch", 8]}, "batch=1..4"), "bach")
 
 
 def test_what_is_missing_is_named_with_what_is_known(tmp_path: Path) -> None:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from targets.errors import ContractError, TightfitError
-from targets.tensor import FROM_OIP, TABLE, Contract, DimRange, DType, TensorSpec, human, nbytes, parse_size
+from targets.tensor import (
+    FROM_OIP,
+    MAX_BUCKETS,
+    TABLE,
+    Contract,
+    DimRange,
+    DType,
+    TensorSpec,
+    human,
+    ladder,
+    nbytes,
+    parse_size,
+)
 
 IMAGE = TensorSpec("x", DType.FLOAT32, (1, 3, 48, "width"), 1_000_000)
 MASK = TensorSpec("mask", DType.BOOL, ("batch", "width"), 1_000)
@@ -112,6 +126,98 @@ def test_a_range_takes_exactly_its_sizes(low: int, opt: int, high: int, size: in
     else:
         with pytest.raises(ContractError):
             contract.check_inputs({"x": (DType.INT8, (size,))})
+
+
+# -- buckets -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def ranges(draw: st.DrawFn, largest: int = 5000) -> tuple[int, int, int]:
+    low, opt, high = sorted(draw(st.tuples(*[st.integers(0, largest)] * 3)))
+    return low, opt, high
+
+
+@pytest.mark.parametrize(
+    ("given", "buckets"),
+    [
+        ((1, 8, 8), (1, 2, 4, 8)),
+        ((1, 3, 6), (1, 2, 3, 4, 6)),
+        ((0, 64, 64), (1, 2, 4, 8, 16, 32, 64)),
+        ((0, 0, 0), (0,)),
+        ((0, 0, 1), (0, 1)),
+        ((48, 48, 48), (48,)),
+        ((320, 640, 1280), (320, 448, 640, 912, 1280)),
+        ((320, 320, 1600), (320, 480, 720, 1072, 1600)),
+        ((320, 640, 1600), (320, 448, 640, 864, 1184, 1600)),
+        ((1, 1, 2048), (1, 3, 9, 24, 80, 224, 688, 2048)),
+    ],
+)
+def test_the_default_buckets(given: tuple[int, int, int], buckets: tuple[int, ...]) -> None:
+    assert ladder(*given) == buckets
+    assert DimRange(*given).buckets == buckets
+
+
+@given(ranges())
+def test_default_buckets_are_few_and_near_each_other(given_: tuple[int, int, int]) -> None:
+    low, opt, high = given_
+    buckets = DimRange(low, opt, high).buckets
+    first = min(max(low, 1), high)
+    assert list(buckets) == sorted(set(buckets))
+    assert {first, opt, high} <= set(buckets) <= {0, *range(first, high + 1)}
+    assert len(buckets) <= MAX_BUCKETS
+    # Ratios between equal steps are off by what rounding to 8 or 16 moves; with too wide a range they must grow.
+    fewest = (high / first) ** (1 / (MAX_BUCKETS - 3)) if high else 1
+    step = 2 if first < 16 else 1.5
+    for smaller, larger in itertools.pairwise(buckets):
+        assert larger <= max(step, fewest) * smaller * 1.3 or smaller == 0
+
+
+@given(ranges(), st.data())
+def test_a_size_goes_into_the_smallest_bucket_that_holds_it(given_: tuple[int, int, int], data: st.DataObject) -> None:
+    low, opt, high = given_
+    own = data.draw(st.sets(st.integers(low, high), max_size=6)) | {opt, high}
+    for dim in (DimRange(low, opt, high), DimRange(low, opt, high, tuple(sorted(own)))):
+        size = data.draw(st.integers(low, high))
+        assert dim.bucket(size) == min(bucket for bucket in dim.buckets if bucket >= size)
+        assert all(dim.bucket(bucket) == bucket for bucket in dim.buckets)
+        assert msgspec.json.decode(msgspec.json.encode(dim), type=DimRange) == dim
+        for outside in (low - 1, high + 1):
+            with pytest.raises(ContractError, match=f"size {outside} is outside"):
+                dim.bucket(outside)
+
+
+@pytest.mark.parametrize(
+    "buckets", [(4, 2, 8), (2, 2, 4, 8), (1, 4, 8), (2, 4), (2, 4, 8, 16), (2, 8), (2, 4, 8, 8)], ids=str
+)
+def test_buckets_that_do_not_cover_their_range_are_refused(buckets: tuple[int, ...]) -> None:
+    """Over 2..8 with 4 as the size to be fastest at; from a manifest too."""
+    assert DimRange(2, 4, 8, (2, 4, 8)).buckets == (2, 4, 8)
+    with pytest.raises(ValueError, match="buckets must rise from 2 or more to 8 and hold 4"):
+        DimRange(2, 4, 8, buckets)
+    with pytest.raises(msgspec.ValidationError, match="buckets must rise"):
+        msgspec.json.decode(msgspec.json.encode({"min": 2, "opt": 4, "max": 8, "buckets": buckets}), type=DimRange)
+
+
+def test_a_contract_names_the_bucket_of_every_dimension() -> None:
+    assert CONTRACT.bucket(CONTRACT.check_inputs(GOOD)) == {"width": 448, "batch": 2}
+    assert CONTRACT.bucket({}) == {}
+    with pytest.raises(ContractError, match=r"unknown dimension 'widht' \(did you mean 'width'"):
+        CONTRACT.bucket({"widht": 400})
+    with pytest.raises(ContractError, match=r"size 5 is outside 1\.\.4"):
+        CONTRACT.bucket({"batch": 5})
+
+
+# -- what contradicts itself ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (4, "n"), ("n", "n"), ("m",)], ids=str)
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_the_batch_is_axis_0_of_everything(side: str, shape: tuple[int | str, ...]) -> None:
+    good, bad = TensorSpec("g", DType.INT8, ("n", 4), 16), TensorSpec("b", DType.INT8, shape, 16)
+    dims = {"n": DimRange(1, 4, 4), "m": DimRange(1, 4, 4)}
+    assert Contract((good,), (good,), dims, "n").batch == "n"
+    with pytest.raises(ValueError, match="the batch 'n' must be axis 0, and no other, of b int8"):
+        Contract((good, bad) if side == "input" else (good,), (good, bad) if side == "output" else (good,), dims, "n")
 
 
 def test_specs_and_contracts_that_contradict_themselves_are_refused() -> None:
