@@ -12,7 +12,18 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from compile.backends.ort_rewrite import MIN_ELEMENTS, Leave, attribute, behind_cast, ints, is_op, scalar, sole_reader
+from compile.backends.ort_rewrite import (
+    MIN_ELEMENTS,
+    Leave,
+    attribute,
+    behind_cast,
+    ints,
+    is_op,
+    not_constant,
+    require_float,
+    scalar,
+    sole_reader,
+)
 from compile.graph import constant, dims_of, ir
 
 # Operators with a kernel for codes whose result has a range of its own.
@@ -137,13 +148,10 @@ def weight_of(node: ir.Node) -> tuple[ir.Value, ir.TensorProtocol, bool]:
         matrix = constant(behind)
         if matrix is not None and len(matrix.shape) == 2 and ints(producer, "perm") in ([], [1, 0]):
             value, transposed = behind, True
-    if producer is not None and is_op(producer, "DequantizeLinear"):
-        raise Leave("quantized in the source already")
     tensor = constant(value)
     if value is None or tensor is None:
-        raise Leave("both sides are computed" if is_op(node, "MatMul", "Gemm") else "the kernel is computed")
-    if tensor.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
-        raise Leave(f"weight is {tensor.dtype.name}, not FLOAT or FLOAT16")
+        raise not_constant(node, 1)
+    require_float(tensor)
     return value, tensor, transposed
 
 

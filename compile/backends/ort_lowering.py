@@ -18,8 +18,19 @@ import numpy as np
 
 from compile.backends import ort_codes, ort_fuse, ort_static
 from compile.backends.base import Lowered
-from compile.backends.ort_rewrite import CONTRIB, MIN_ELEMENTS, Leave, attribute, behind_cast, graph_of, is_op
+from compile.backends.ort_rewrite import (
+    CONTRIB,
+    MIN_ELEMENTS,
+    Leave,
+    attribute,
+    behind_cast,
+    graph_of,
+    is_op,
+    not_constant,
+    require_float,
+)
 from compile.calibrate.collectors import Range, Unfit
+from compile.finite import refuse_nan
 from compile.graph import STORAGE, FreshNames, constant, dims_of, ir, nodes_of
 from compile.passes.base import run_passes
 from compile.passes.normalize import FixNames, InferShapes, LiftOpset, RemoveDeadCode, SortNodes
@@ -128,7 +139,7 @@ class _Rewriter:
     # -- operators ---------------------------------------------------------------------------------------
 
     def _matmul(self, node: ir.Node) -> None:
-        weight = self._matrix(node.inputs[1], transposed=False)
+        weight = self._matrix(node, transposed=False)
         data = node.inputs[0]
         if data is None:
             raise Leave("no data input")
@@ -137,7 +148,7 @@ class _Rewriter:
     def _gemm(self, node: ir.Node) -> None:
         if attribute(node, "transA", 0) or attribute(node, "alpha", 1.0) != 1 or attribute(node, "beta", 1.0) != 1:
             raise Leave("Gemm with transA, alpha or beta")
-        weight = self._matrix(node.inputs[1], transposed=bool(attribute(node, "transB", 0)))
+        weight = self._matrix(node, transposed=bool(attribute(node, "transB", 0)))
         data, bias = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
         if data is None:
             raise Leave("no data input")
@@ -153,8 +164,8 @@ class _Rewriter:
         table = behind_cast(node.inputs[0])
         tensor = constant(table)
         if table is None or tensor is None:
-            raise Leave("the table is computed")
-        self._require_float(tensor)
+            raise not_constant(node, 0)
+        self._require_weight(tensor)
         if len(tensor.shape) != 2 or attribute(node, "axis", 0) != 0:
             raise Leave("not a table of rows")
         weight = Weight(table, tensor, transposed=True)
@@ -177,8 +188,8 @@ class _Rewriter:
         kernel = behind_cast(node.inputs[1])
         tensor = constant(kernel)
         if kernel is None or tensor is None:
-            raise Leave("the kernel is computed")
-        self._require_float(tensor)
+            raise not_constant(node, 1)
+        self._require_weight(tensor)
         name = kernel.name or ""
         codes = self._lazy(name, ".int8", ir.DataType.INT8, dims_of(tensor), _channel_codes(tensor, name, 0))
         scales = self._lazy(name, ".scale", ir.DataType.FLOAT, dims_of(tensor)[:1], _channel_scales(tensor, name, 0))
@@ -194,7 +205,7 @@ class _Rewriter:
             if tensor is None or tensor.dtype != ir.DataType.FLOAT16 or node.outputs[0].dtype != ir.DataType.FLOAT:
                 continue
             name = node.inputs[0].name if node.inputs[0] is not None else node.name
-            wide = self._lazy(name or "", ".float32", ir.DataType.FLOAT, dims_of(tensor), _as_float(tensor))
+            wide = self._lazy(name or "", ".float32", ir.DataType.FLOAT, dims_of(tensor), _as_float(name or "", tensor))
             node.outputs[0].replace_all_uses_with(wide)
 
     # -- matrices ----------------------------------------------------------------------------------------
@@ -229,11 +240,11 @@ class _Rewriter:
         inputs = [data, codes, scales, *([None, bias] if bias else [])]
         return ir.node("DynamicQuantizeMatMul", inputs, domain=CONTRIB, name=f"{node.name}.quantized")
 
-    def _matrix(self, value: ir.Value | None, transposed: bool) -> Weight:
-        """The constant matrix behind an input, looking through a Transpose; raises Leave when there is none."""
+    def _matrix(self, node: ir.Node, transposed: bool) -> Weight:
+        """The constant matrix of a product, looking through a Transpose; raises Leave when there is none."""
         if not self.scheme.matmul_bits and not self.scheme.dynamic:
             raise Leave("the scheme leaves weights alone")
-        value = behind_cast(value)
+        value = behind_cast(node.inputs[1])
         producer = value.producer() if value is not None else None
         if producer is not None and producer.op_type == "Transpose":
             behind = behind_cast(producer.inputs[0])
@@ -241,15 +252,14 @@ class _Rewriter:
                 value, transposed = behind, not transposed
         tensor = constant(value)
         if value is None or tensor is None:
-            raise Leave("both sides are computed")
-        self._require_float(tensor)
+            raise not_constant(node, 1)
+        self._require_weight(tensor)
         if len(tensor.shape) != 2:
             raise Leave(f"weight with {len(tensor.shape)} dimensions")
         return Weight(value, tensor, transposed)
 
-    def _require_float(self, tensor: ir.TensorProtocol) -> None:
-        if tensor.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
-            raise Leave(f"weight is {tensor.dtype.name}, not FLOAT or FLOAT16")
+    def _require_weight(self, tensor: ir.TensorProtocol) -> None:
+        require_float(tensor)
         if tensor.size < MIN_ELEMENTS:
             raise Leave(_TOO_SMALL)
 
@@ -340,8 +350,13 @@ class _Rewriter:
         ir.convenience.replace_nodes_and_values(graph_of(node), node, [node], list(new), [old], [result])
 
 
-def _as_float(tensor: ir.TensorProtocol) -> Callable[[], Any]:
-    return lambda: tensor.numpy().astype(np.float32)
+def _as_float(name: str, tensor: ir.TensorProtocol) -> Callable[[], Any]:
+    def compute() -> Any:
+        half = tensor.numpy()
+        refuse_nan(name, half, half)  # here it has the name that it has in the model
+        return half.astype(np.float32)
+
+    return compute
 
 
 def _channel_codes(tensor: ir.TensorProtocol, name: str, axis: int, transpose: bool = False) -> Callable[[], Any]:

@@ -37,11 +37,42 @@ def ints(node: ir.Node, name: str) -> list[int]:
 
 def behind_cast(value: ir.Value | None) -> ir.Value | None:
     """The FP16 weight that a Cast widens, else the value itself."""
-    producer = value.producer() if value is not None else None
+    producer = _producer(value)
     if producer is None or producer.op_type != "Cast" or value is None or value.dtype != ir.DataType.FLOAT:
         return value
     tensor = constant(producer.inputs[0])
     return producer.inputs[0] if tensor is not None and tensor.dtype == ir.DataType.FLOAT16 else value
+
+
+# What hands a weight on with every value it has.
+_HANDING_ON = ("Cast", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity")
+
+
+def require_float(tensor: ir.TensorProtocol) -> None:
+    """Raise Leave where a weight is of a type that nothing is quantized from."""
+    if tensor.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
+        raise Leave(f"weight is {tensor.dtype.name}, not FLOAT or FLOAT16")
+
+
+def not_constant(node: ir.Node, at: int) -> Leave:
+    """Why the weight that stands at this input of a node cannot be taken: it is no constant."""
+    producer = _producer(node.inputs[at])
+    while producer is not None and is_op(producer, *_HANDING_ON):
+        tensor = constant(producer.inputs[0])
+        if tensor is not None:
+            require_float(tensor)
+            return Leave(f"the weight stands behind a {producer.op_type}")
+        producer = _producer(producer.inputs[0])
+    if producer is not None and is_op(producer, "DequantizeLinear"):
+        return Leave("quantized in the source already")
+    if not is_op(node, "MatMul", "Gemm"):
+        return Leave(f"the {'table' if is_op(node, 'Gather') else 'kernel'} is computed")
+    left = constant(behind_cast(node.inputs[0]))
+    return Leave("both sides are computed" if left is None else "the weight is the left side")
+
+
+def _producer(value: ir.Value | None) -> ir.Node | None:
+    return value.producer() if value is not None else None
 
 
 def graph_of(node: ir.Node) -> ir.Graph | ir.Function:

@@ -322,6 +322,10 @@ def with_nan(*shape: int, count: int, dtype: str = "float32") -> onnx.TensorProt
     return init("w", array)
 
 
+def half_graph(only: onnx.NodeProto, weight: onnx.TensorProto) -> onnx.ModelProto:
+    return model([only], [value("x", [1, 40], HALF)], [value("y", [1, 40], HALF)], [weight])
+
+
 NAN: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
     "a matrix": (
         lambda: graph([node("MatMul", ["x", "w"], ["y"])], weights=[with_nan(40, 40, count=3)]),
@@ -337,6 +341,14 @@ NAN: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
             weights=[with_nan(1, count=1), init("two", np.float32(2))],
         ),
         "tensor 'w' holds 1 NaN among its 1 values",
+    ),
+    "a matrix of FP16": (
+        lambda: half_graph(node("MatMul", ["x", "w"], ["y"]), with_nan(40, 40, count=3, dtype="float16")),
+        "tensor 'w' holds 3 NaN among its 1600 values",
+    ),
+    "a bias of FP16": (
+        lambda: half_graph(node("Add", ["x", "w"], ["y"]), with_nan(40, count=1, dtype="float16")),
+        "tensor 'w' holds 1 NaN among its 40 values",
     ),
     "a constant in a branch": (
         lambda: branching(

@@ -207,6 +207,37 @@ def test_other_float_types_are_left_with_the_reason(tmp_path: Path, scheme: str)
     assert [left.reason for left in report.left] == ["weight is DOUBLE, not FLOAT or FLOAT16"]
 
 
+def _float8(name: str) -> onnx.TensorProto:
+    """Too large to be folded."""
+    return helper.make_tensor(name, TensorProto.FLOAT8E4M3FN, [160, 160], normal(160, 160).reshape(-1).tolist())
+
+
+_DEQUANTIZE = node("DequantizeLinear", ["q", "s"], ["w"])
+COMPUTED: dict[str, tuple[list[onnx.NodeProto], str]] = {
+    "codes": ([_DEQUANTIZE, node("MatMul", ["x", "w"], ["y"])], "quantized in the source already"),
+    "codes that are turned": (
+        [_DEQUANTIZE, node("Transpose", ["w"], ["t"], perm=[1, 0]), node("MatMul", ["x", "t"], ["y"])],
+        "quantized in the source already",
+    ),
+    "another type": (
+        [node("Cast", ["q"], ["w"], to=TensorProto.FLOAT), node("MatMul", ["x", "w"], ["y"])],
+        "weight is FLOAT8E4M3FN, not FLOAT or FLOAT16",
+    ),
+    "the left side": ([node("MatMul", ["f", "x"], ["y"])], "the weight is the left side"),
+    "nothing": ([node("MatMul", ["x", "x"], ["y"])], "both sides are computed"),
+}
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+@pytest.mark.parametrize("scheme", QUANTIZING)
+def test_a_product_without_a_constant_is_left_with_the_reason(tmp_path: Path, scheme: str, kind: str) -> None:
+    nodes, reason = COMPUTED[kind]
+    weights = [_float8("q"), init("s", np.float32(1)), init("f", normal(160, 160))]
+    path = save(tmp_path, model(nodes, [value("x", [160, 160])], [value("y", [160, 160])], weights, 19, 9))
+    left = lowered(path, scheme)[1].left
+    assert [row.reason for row in left if row.op == "MatMul"] == [reason]
+
+
 @pytest.mark.parametrize("scheme", ["fp32", *QUANTIZING])
 def test_the_counts_add_up(tmp_path: Path, scheme: str) -> None:
     nodes = [
