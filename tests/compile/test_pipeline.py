@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 
 from bench.models import fetch
 from compile.__main__ import main
+from compile.errors import OptionError
 from compile.forms import NORMALIZE
 from compile.passes.fold import FoldConstants
 from compile.pipeline import Options, compile_model
@@ -21,8 +23,10 @@ from targets.board import load_board
 from targets.budget import check_plan
 from targets.bundle import MANIFEST, dumps, read_manifest, verify_files
 from targets.errors import BudgetError
+from targets.tensor import DimRange
 from tests.support.models import SCHEME_NAMES, external, init, model, node, normal, save, value
 
+BOARD = load_board("x86-64-dev")
 ROOT = Path(__file__).parents[2]
 COMPILE_ALL = """
 import sys
@@ -130,6 +134,37 @@ def test_a_real_model_in_fp32(
     small = read_manifest(out).plan
     with pytest.raises(BudgetError):
         check_plan(small, small.phase("run").total_bytes - 1)
+
+
+BATCHES: dict[str, tuple[list[onnx.NodeProto], str]] = {
+    "rows apart": ([node("Relu", ["a"], ["y"])], ""),
+    "rows apart, through a computed shape": (
+        [node("Shape", ["a"], ["s"]), node("Reshape", ["a", "flat"], ["f"]), node("Reshape", ["f", "s"], ["y"])], "",
+    ),
+    "a softmax over rows": ([node("Softmax", ["a"], ["y"], axis=0)], "'y' of rows together differs from that of rows"),
+    "a sum of rows": ([node("ReduceMax", ["a"], ["y"], axes=[0], keepdims=0)], r"'y' is \[48\] for 2 rows together"),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("unobserved")
+@pytest.mark.parametrize("scheme", ["fp32", "int8-dynamic", "int4"])
+@pytest.mark.parametrize("case", BATCHES)
+def test_the_batch_is_what_rows_prove_to_be(tmp_path: Path, case: str, scheme: str) -> None:
+    nodes, words = BATCHES[case]
+    weights = [init("w", normal(64, 48)), init("flat", np.array([-1]))]
+    proto = model([node("MatMul", ["x", "w"], ["a"]), *nodes], [value("x", ["n", 64])], [value("y", None)], weights)
+    path, shapes = save(tmp_path, proto), (parse_shape("n=1..3/9"),)
+    manifest = compile_model(path, BOARD, tmp_path / "found.tfb", Options(scheme, shapes))
+    assert manifest.contract.dims == {"n": DimRange(1, 9, 9, (3, 9))}
+    assert manifest.contract.batch == (None if words else "n")
+    named = Options(scheme, shapes, batch_axis="n")
+    if words:
+        with pytest.raises(OptionError, match=rf"--batch-axis: 'n' is not the batch: output {words}"):
+            compile_model(path, BOARD, tmp_path / "named.tfb", named)
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["found.tfb", "model.onnx"]
+    else:
+        assert compile_model(path, BOARD, tmp_path / "named.tfb", named).contract == manifest.contract
+        assert manifest.contract.outputs[0].shape == ("n", 48)
 
 
 def test_passes_print_as_they_would_be_written() -> None:

@@ -139,3 +139,13 @@ def test_what_the_agent_serves_is_what_was_compiled(transformer: Path, tmp_path:
             found = np.array(output["data"], np.float32).reshape(1, rows, 128)
             assert relative(expected, found) < LIMITS["int8-weights"]
             np.testing.assert_allclose(found, chained(out, manifest, {"x": x})[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("unobserved")
+def test_rows_of_several_links_are_compared_too(transformer: Path, tmp_path: Path) -> None:
+    """A model that is cut has a batch as any other; the shapes that are recorded bind it again."""
+    shapes = (parse_shape("x=1..2..4,1..3..8,128"),)
+    manifest = compile_model(transformer, BOARD, tmp_path / "m.tfb", Options("int4", shapes, host_memory=MIB))
+    assert len(manifest.segments) > 1
+    assert manifest.contract.batch == manifest.contract.inputs[0].shape[0] == "batch"
+    assert tuple(map(parse_shape, manifest.options["shapes"].split())) == shapes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from compile.activations import ActivationCache
 from compile.backends.base import Model
 from compile.calibrate.samples import Sample
 from compile.errors import VerificationError
-from compile.verify import Comparison, Link, verify
+from compile.verify import Comparison, Link, verify, verify_rows
 from targets.bundle import OutputError
 from tests.support.models import Array, normal
 
@@ -106,3 +106,53 @@ def test_what_only_the_source_can_is_a_fault_of_the_compiler(tmp_path: Path) -> 
         compare(tmp_path, Fixed(y=np.ones(4)), Unable(), [{}], None)
     with pytest.raises(VerificationError, match=r"^no kernel for that$"):
         compare(tmp_path, Unable(), Fixed(y=np.ones(4)), [{}], None)
+
+
+# -- rows together and apart ---------------------------------------------------------------------------------------
+
+
+class Computed:
+    """A model of one output `y` that is a function of `x`."""
+
+    def __init__(self, function: Callable[[Array], Array]) -> None:
+        self.function = function
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return {"y": self.function(inputs["x"])}
+
+
+def rows(folder: Path, function: Callable[[Array], Array], count: int = 2, limit: float = 1e-6) -> None:
+    chain = [Link("source", ("x",), ("y",), lambda: Computed(function))]
+    verify_rows(chain, {"x": normal(count, 5)}, ["y"], ActivationCache(folder, 1 << 20), limit)
+
+
+APART: dict[str, Callable[[Array], Array]] = {
+    "each value": np.tanh,
+    "each row": lambda x: x - x.mean(1, keepdims=True),
+    "a number a row": lambda x: x.sum(1),
+    "other dimensions": lambda x: np.repeat(x[:, None], 3, 1),
+    "infinities": lambda x: np.where(x > 0, np.inf, np.nan),
+}
+TOGETHER: dict[str, tuple[Callable[[Array], Array], str]] = {
+    "a mean over rows": (lambda x: x - x.mean(0), r"together differs from that of rows apart: relative L2 \d"),
+    "one scale": (lambda x: x / np.abs(x).max(), "together differs"),
+    "rows in another order": (lambda x: x[::-1], "together differs"),
+    "one row for all": (lambda x: x[:1], r"is \[1, 5\] for \d+ rows together, \[1, 5\]"),
+    "one number": (lambda x: x.sum(), r"is \[\] for \d+ rows together, \[\] for \d+ of them"),
+    "every two rows": (lambda x: x @ x.T, r"is \[\d+, \d+\] for \d+ rows together"),
+    "rows on another axis": (lambda x: x.T, r"is \[5, \d+\] for \d+ rows together"),
+}
+
+
+@pytest.mark.parametrize("count", [2, 6])
+@pytest.mark.parametrize("kind", APART)
+def test_rows_that_are_computed_apart(tmp_path: Path, kind: str, count: int) -> None:
+    rows(tmp_path, APART[kind], count)
+
+
+@pytest.mark.parametrize("count", [2, 6])
+@pytest.mark.parametrize("kind", TOGETHER)
+def test_rows_that_depend_on_each_other(tmp_path: Path, kind: str, count: int) -> None:
+    function, words = TOGETHER[kind]
+    with pytest.raises(VerificationError, match=f"output 'y' .*{words}"):
+        rows(tmp_path, function, count)
