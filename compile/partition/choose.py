@@ -14,6 +14,7 @@ from compile.partition.tables import Order, legal_ends
 from compile.partition.work import work_ns
 from targets.arena import Arena
 from targets.board import Board
+from targets.budget import budget_bytes
 from targets.bundle import Residency
 from targets.errors import BudgetError, did_you_mean
 from targets.tensor import human
@@ -80,9 +81,10 @@ def choose_cuts(
     except NoCutsError as refused:
         if refused.least is None or room is None:
             raise _unkeepable(wishes, order, limit) from None
+        budget = budget_bytes(board)
         raise BudgetError(
-            f"no cuts fit {board.name}: it leaves {human(room)} for the weights of two neighbouring segments and the "
-            f"activations; any cuts need {human(refused.least)} or more, at {_described(nodes[refused.node])}",
+            f"no segments fit {board.name}: the budget is {human(budget)}, and about "
+            f"{human(budget + refused.least - room)} would do, which {_described(nodes[refused.node])} needs",
             "quantize further (--scheme int4), use smaller shapes, or choose a larger board",
         ) from None
 
@@ -91,7 +93,7 @@ def streaming_room(
     board: Board, needs: memory.Footprint, active: int, raw: int, slots: int, requested: Residency | None, blocked: bool
 ) -> int | None:
     """What the board leaves for weights and activations of streamed segments, in bytes of the weights as they are
-    stored; None where all segments can stay loaded.
+    stored (negative where that is less than nothing); None where all segments can stay loaded.
 
     `needs` is that of the model as one segment, `raw` the bytes of its weights, `active` the peak of its activations.
     """
@@ -103,7 +105,7 @@ def streaming_room(
     by_cuts = ("weights", "mapped_weights", "activations")
     others = sum(term.nbytes for term in plan.phase("run").terms if term.name not in by_cuts)
     left = plan.budget_bytes - others - whole.transit_heap - whole.transit_file
-    return max(left * raw // max(whole.heap + whole.mapped, raw, 1), 0)
+    return left * raw // max(whole.heap + whole.mapped, raw, 1)
 
 
 def _end_behind(name: str, nodes: list[ir.Node], order: Order) -> int:

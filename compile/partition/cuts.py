@@ -246,7 +246,7 @@ class _Problem:
 
     def refusal(self, order: Order) -> NoCutsError:
         """The least budget, by bisection, and the node that needs it."""
-        low, high = self._rules.budget or 0, int(self._need.max() + self.tables.streamed.max())
+        low, high = -1, int(self._need.max() + self.tables.streamed.max())
         if self._rules.budget is None or self.solve(high) is None:
             return NoCutsError()
         while high - low > 1:
