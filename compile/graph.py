@@ -23,7 +23,9 @@ from targets.tensor import DType, human
 
 __all__ = [
     "DTYPES",
+    "SLICE",
     "STORAGE",
+    "STORAGE_OFFSET",
     "FreshNames",
     "bodies_of",
     "constant",
@@ -46,6 +48,12 @@ MAX_PROTO_BYTES = (1 << 31) - 1
 
 STORAGE = "tightfit.storage"
 """Metadata key of a tensor: tensors with equal values here have equal bytes and are stored once."""
+
+STORAGE_OFFSET = "tightfit.storage_offset"
+"""Metadata key beside STORAGE: the tensor is a part of those, from this byte on."""
+
+SLICE = "tightfit.slice"
+"""Metadata key of a tensor: `START NAME` says that it is the rows of another from START on."""
 
 # First bytes of files that people take for ONNX models: (offset, bytes, what it is, what to do).
 _NOT_ONNX: tuple[tuple[int, bytes, str, str], ...] = (

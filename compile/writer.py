@@ -13,7 +13,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 
 from compile.errors import OptionError
 from compile.finite import refuse_nan
-from compile.graph import STORAGE, dims_of, ir
+from compile.graph import SLICE, STORAGE, STORAGE_OFFSET, dims_of, ir
 from compile.journal import Journal, Record, verified_prefix
 from targets.bundle import MANIFEST, FileEntry, Manifest, dumps
 
@@ -232,16 +232,17 @@ class TensorSink:
     def put(self, tensor: ir.TensorProtocol, name: str) -> ir.ExternalTensor:
         """Write the tensor unless its bytes are there; returns a reference to them."""
         key = _storage_key(tensor, name)
-        if key not in self._placed:
-            self._placed[key] = self._append(tensor, name, key)
-        record = self._placed[key]
-        if key not in self._counted:
-            self._counted.add(key)
+        record = self._placed.get(key) or _inside(tensor, self._placed)
+        if record is None:
+            record = self._placed[key] = self._append(tensor, name, key)
+        if record.key not in self._counted:
+            self._counted.add(record.key)
             self.tensor_bytes += record.nbytes
+        start, nbytes = (record.offset, record.nbytes) if record.key == key else _part(tensor, record)
         return ir.ExternalTensor(
             self.path.name,
-            record.offset,
-            record.nbytes,
+            start,
+            nbytes,
             tensor.dtype,
             shape=ir.Shape(dims_of(tensor)),
             name=name,
@@ -271,7 +272,17 @@ def _pieces(tensor: ir.TensorProtocol, name: str) -> Iterator[bytes | memoryview
     if tensor.dtype.itemsize < 1:
         yield tensor.tobytes()
         return
-    flat = np.ascontiguousarray(tensor.numpy()).reshape(-1)
+    array = tensor.numpy()
+    if not array.flags.c_contiguous and array.ndim == 2:
+        # Columns of a mapped matrix: a copy of the whole would stand in memory.
+        rows = max(PIECE_BYTES // max(array[0].nbytes, 1), 1)
+        for start in range(0, len(array), rows):
+            slab = np.ascontiguousarray(array[start : start + rows])
+            if tensor.dtype.is_floating_point():
+                refuse_nan(name, slab, array)
+            yield memoryview(slab.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        return
+    flat = np.ascontiguousarray(array).reshape(-1)
     for start in range(0, flat.size, PIECE_BYTES // flat.itemsize):
         piece = flat[start : start + PIECE_BYTES // flat.itemsize]
         if tensor.dtype.is_floating_point():
@@ -283,7 +294,34 @@ def _storage_key(tensor: ir.TensorProtocol, name: str) -> str:
     """Equal keys mean equal bytes: one lowered weight seen twice, or one range of a source file."""
     shared = getattr(tensor, "metadata_props", {}).get(STORAGE)
     if shared:
-        return f"lowered:{shared}"
+        begins = getattr(tensor, "metadata_props", {}).get(STORAGE_OFFSET)
+        return f"lowered:{shared}" + (f"+{begins}" if begins else "")
     if isinstance(tensor, ir.ExternalTensor):
         return f"source:{tensor.location}:{tensor.offset}:{tensor.length}"
     return f"value:{name}"
+
+
+def _inside(tensor: ir.TensorProtocol, placed: Mapping[str, Record]) -> Record | None:
+    """What was written already and holds the tensor as a part: the table that its panel was cut out of."""
+    props = getattr(tensor, "metadata_props", {})
+    if STORAGE_OFFSET in props:
+        return placed.get(f"lowered:{props[STORAGE]}")
+    if SLICE not in props or not isinstance(tensor, ir.ExternalTensor):
+        return None
+    candidates = (r for r in placed.values() if r.key.startswith(f"source:{tensor.location}:"))
+    return next((r for r in candidates if 0 <= _begins(tensor, r) <= r.nbytes - tensor.nbytes), None)
+
+
+def _begins(tensor: ir.ExternalTensor, record: Record) -> int:
+    """Where the tensor begins in a range of its source file."""
+    return (tensor.offset or 0) - int(record.key.rsplit(":", 2)[1])
+
+
+def _part(tensor: ir.TensorProtocol, record: Record) -> tuple[int, int]:
+    """(offset in the weight file, bytes) of a part of what was written."""
+    begins = (
+        _begins(tensor, record)
+        if isinstance(tensor, ir.ExternalTensor)
+        else int(getattr(tensor, "metadata_props", {})[STORAGE_OFFSET])
+    )
+    return record.offset + begins, tensor.nbytes

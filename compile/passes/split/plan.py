@@ -1,0 +1,374 @@
+"""Which operators do not fit alone, and into how many parts each is split. Pure: graphs and byte tables in, passes out.
+
+Weights: a product whose matrix is larger than a segment may be is split by columns. Tables that Gather reads are not
+split, however large: the runtime maps them and touches the rows it reads; so does the compiler, and the plan of a
+bundle counts a mapped file whole, because what was once read stays in memory until the kernel wants it.
+
+Activations: the bytes that live beside each node are followed through the graph at the largest shapes, values being
+renamed and overwritten as the runtime does. Where they exceed the budget, of all regions around the place the one is
+taken that fits with the fewest parts; of those, the one with the fewest nodes, since a halo is computed twice.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from compile.graph import ir
+from compile.partition.graph import reads
+from compile.passes.base import Pass
+from compile.passes.split.columns import SplitColumns, matrix_of, panels
+from compile.passes.split.rows import (
+    POINTWISE,
+    CannotSplit,
+    SplitRows,
+    backward,
+    bands,
+    extent,
+    needed,
+)
+from targets.tensor import human
+
+MOST_PARTS = 64
+"""Beyond this, what an operator costs to call exceeds what it computes."""
+# Nodes on each side of the place that a region may reach.
+_REACH = 16
+_PARTS = (2, 4, 8, 16, 32, 64)
+# Results that are another name of their first input.
+_VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
+# Kernels that write over an input which nobody reads later, where it has the result's size.
+_IN_PLACE = POINTWISE | {"Softmax", "LogSoftmax", "BatchNormalization"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stuck:
+    """An operator that needs more than the budget (bytes), however it is split; the least budget, and why."""
+
+    operator: str
+    nbytes: int
+    least: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """Passes that make operators fit, what a person should know of each, and what fits in no way."""
+
+    passes: tuple[Pass, ...] = ()
+    notes: tuple[str, ...] = ()
+    stuck: tuple[Stuck, ...] = ()
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def split_columns(model: ir.Model, stored: Mapping[str, int], limit: int) -> Splits:
+    """Products whose matrix takes more than `limit` bytes; `stored` gives bytes of a node's weights as they will be
+    written, by the name of its result (its weights' own size where it says nothing)."""
+    passes: list[Pass] = []
+    notes: list[str] = []
+    stuck: list[Stuck] = []
+    for node in model.graph:
+        matrix = matrix_of(node)
+        name = node.outputs[0].name or ""
+        nbytes = stored.get(name, matrix.tensor.nbytes) if matrix is not None else 0
+        if matrix is None or nbytes <= limit:
+            continue
+        widest = {parts: _widest(matrix.columns, parts) for parts in range(2, MOST_PARTS + 1)}
+        parts = next((n for n, width in widest.items() if width * nbytes <= limit * matrix.columns), 0)
+        if not parts:
+            least = -(-nbytes * widest[MOST_PARTS] // matrix.columns)
+            reason = f"{MOST_PARTS} panels of its {matrix.columns} columns are too large"
+            stuck.append(Stuck(_named(node), nbytes, least, reason))
+            continue
+        passes.append(SplitColumns(name, parts))
+        notes.append(
+            f"{_named(node)} has {human(nbytes)} of weights, and a segment may have {human(limit)}: "
+            f"split into {len(panels(matrix.columns, parts))} by columns"
+        )
+    return Splits(tuple(passes), tuple(notes), tuple(stuck))
+
+
+def _widest(columns: int, parts: int) -> int:
+    return max(stop - start for start, stop in panels(columns, parts))
+
+
+def _named(node: ir.Node) -> str:
+    return f"{node.op_type} node {node.name!r}"
+
+
+# -- activations -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A node as memory sees it. `source`: the node of the graph that it stands for or is a band of, None for a join."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    source: ir.Node | None = None
+    view: bool = False
+    in_place: bool = False
+
+
+def _steps(model: ir.Model) -> list[_Step]:
+    return [
+        _Step(
+            tuple(dict.fromkeys(value.name or "" for value in reads(node))),
+            tuple(value.name or "" for value in node.outputs if value.name),
+            node,
+            node.op_type in _VIEWS,
+            node.op_type in _IN_PLACE,
+        )
+        for node in model.graph
+    ]
+
+
+def live_bytes(steps: Sequence[_Step], sizes: Mapping[str, int], kept: Iterable[str]) -> list[dict[str, int]]:
+    """What is in memory while each step runs: buffers by the name of the value that they were made for.
+
+    `kept` live to the end. Values without a size, inputs and weights count nothing.
+    """
+    readers = collections.Counter(name for step in steps for name in step.inputs)
+    for name in kept:
+        readers[name] += 1
+    buffer: dict[str, str] = {}
+    held: dict[str, int] = {}
+    left: dict[str, int] = {}
+    result: list[dict[str, int]] = []
+    for step in steps:
+        for name in step.outputs:
+            owner = _owner(step, buffer, held, left, sizes.get(name, 0))
+            if owner is None:
+                owner = name
+                held[name], left[name] = sizes.get(name, 0), 0
+            buffer[name] = owner
+            left[owner] += readers[name]
+        result.append(dict(held))
+        for name in step.inputs:
+            if name in buffer:
+                left[buffer[name]] -= 1
+        for owner in {buffer[name] for name in (*step.inputs, *step.outputs) if name in buffer}:
+            if left[owner] <= 0:
+                held.pop(owner, None)
+    return result
+
+
+def _owner(
+    step: _Step, buffer: Mapping[str, str], held: Mapping[str, int], left: Mapping[str, int], nbytes: int
+) -> str | None:
+    """The buffer that a result takes over from an operand."""
+    for name in step.inputs[:1] if step.view else step.inputs if step.in_place else ():
+        owner = buffer.get(name)
+        if owner in held and owner is not None and (step.view or (left[owner] == 1 and held[owner] == nbytes)):
+            return owner
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Region:
+    """Nodes that could be computed by rows, in order; the last one's result leaves."""
+
+    nodes: tuple[ir.Node, ...]
+    axis: int
+
+    @property
+    def result(self) -> str:
+        return self.nodes[-1].outputs[0].name or ""
+
+    @property
+    def inside(self) -> set[str]:
+        return {node.outputs[0].name or "" for node in self.nodes}
+
+
+def split_rows(model: ir.Model, sizes: Mapping[str, int], budget: int, host: int) -> Splits:
+    """Regions that bring what lives beside each node down to `budget` bytes.
+
+    The model may have dynamic dimensions; `sizes` are bytes at the largest ones, by name. A region in which one value
+    exceeds `host` is left: the model that the result is compared with could not run.
+    """
+    return _RowPlanner(model, sizes, budget, host).plan()
+
+
+class _RowPlanner:
+    def __init__(self, model: ir.Model, sizes: Mapping[str, int], budget: int, host: int) -> None:
+        self.sizes, self.budget, self.host = sizes, budget, host
+        self.nodes = list(model.graph)
+        self.order = {node: at for at, node in enumerate(self.nodes)}
+        self.kept = {value.name or "" for value in model.graph.outputs}
+        # What is in memory, as the graph will be: `table` also knows bands.
+        self.steps = _steps(model)
+        self.table = dict(sizes)
+        self.split: set[ir.Node] = set()
+
+    def plan(self) -> Splits:
+        passes: list[Pass] = []
+        notes: list[str] = []
+        stuck: list[Stuck] = []
+        tried: set[ir.Node | None] = set()
+        while True:
+            live = live_bytes(self.steps, self.table, self.kept)
+            over = [(sum(held.values()), -at) for at, held in enumerate(live) if self.steps[at].source not in tried]
+            peak, at = max(over, default=(0, 0))
+            if peak <= self.budget:
+                return Splits(tuple(passes), tuple(notes), tuple(stuck))
+            node = self.steps[-at].source
+            tried.add(node)
+            if node is None or node in self.split:
+                continue
+            least = peak
+            for region, parts, needs in self._candidates(node, live):
+                least = min(least, needs)
+                if needs <= self.budget:
+                    self._replace(region, parts)
+                    passes.append(SplitRows(_names(region), region.axis, parts))
+                    notes.append(
+                        f"{_named(node)} needs {human(peak)} of activations, and {human(self.budget)} may be used: "
+                        f"{_shown(region)} computed in {parts} bands of rows"
+                    )
+                    break
+            else:
+                stuck.append(Stuck(_named(node), peak, least, self._why(node)))
+
+    # -- regions -----------------------------------------------------------------------------------------------------
+
+    def _candidates(self, node: ir.Node, live: Sequence[Mapping[str, int]]) -> Iterator[tuple[_Region, int, int]]:
+        """(region around the node, parts, bytes that it then needs), fewest parts first, then fewest nodes."""
+        at = {step.source: index for index, step in enumerate(self.steps) if step.source not in self.split}
+        regions = [(region, self._around(region, live, at)) for region in self._regions(node)]
+        # What enters, what leaves, and its copy when the bands are joined: no number of parts makes these smaller.
+        regions = [(region, around) for region, around in regions if max(around) <= self.budget] or regions[:1]
+        regions.sort(key=lambda each: len(each[0].nodes))
+        for parts in _PARTS:
+            for region, (during, joining) in regions:
+                try:
+                    band = self._band_bytes(region, parts)
+                except CannotSplit:
+                    continue
+                yield region, parts, max(during + band, joining)
+
+    def _regions(self, node: ir.Node) -> Iterator[_Region]:
+        """Every region with one result that holds the node and lies within reach."""
+        here = self.order[node]
+        rank = len(node.outputs[0].shape) if node.outputs[0].shape is not None else 0
+        for axis in dict.fromkeys(axis for axis in (-2, 2 - rank) if -rank <= axis < 0):
+            for end in range(here, min(here + _REACH, len(self.nodes))):
+                inside: list[ir.Node] = []
+                for at in range(end, max(here - _REACH, -1), -1):
+                    if self._belongs(self.nodes[at], axis, inside):
+                        inside.append(self.nodes[at])
+                        if node in inside:
+                            yield _Region(tuple(reversed(inside)), axis)
+                    elif at == end:
+                        break
+
+    def _belongs(self, node: ir.Node, axis: int, inside: Sequence[ir.Node]) -> bool:
+        """Whether the node can be computed by rows, and only nodes inside read its result, by rows; the first may be
+        read by all."""
+        if node in self.split or not node.outputs or self.sizes.get(node.outputs[0].name or "", 0) > self.host:
+            return False
+        try:
+            if not any(rows is not None for rows in needed(node, axis, (0, 1))):
+                return False
+            if not inside:
+                return True
+            result = node.outputs[0]
+            if result.is_graph_output() or not result.uses():
+                return False
+            return all(
+                use.node in inside and needed(use.node, axis, (0, 1))[use.idx] is not None for use in result.uses()
+            )
+        except CannotSplit:
+            return False
+
+    def _around(
+        self, region: _Region, live: Sequence[Mapping[str, int]], at: Mapping[ir.Node | None, int]
+    ) -> tuple[int, int]:
+        """(bytes beside a band, bytes while the bands are joined): what enters is there until the last band has read
+        it, and bands that are done wait for the others."""
+        inside, result = region.inside, self.sizes.get(region.result, 0)
+        entering = {value.name or "" for node in region.nodes for value in node.inputs if value is not None} - inside
+        places = [at[node] for node in region.nodes]
+        others = max(sum(n for name, n in live[p].items() if name not in inside | entering) for p in places)
+        enters = sum(self.sizes.get(name, 0) for name in entering)
+        after = live[places[-1] + 1] if places[-1] + 1 < len(live) else {}
+        stays = sum(n for name, n in after.items() if name not in inside)
+        return others + enters + result, min(others + enters, stays) + 2 * result
+
+    def _band_bytes(self, region: _Region, parts: int) -> int:
+        """Most bytes that live inside a band at a time. Raises CannotSplit where one of the bands cannot be made."""
+        if isinstance(size := extent(region.nodes[-1].outputs[0], region.axis), int):
+            if size < parts:
+                raise CannotSplit(f"{region.result!r} has {size} rows")
+            for rows in bands(size, parts):
+                backward(region.nodes, region.axis, rows)
+        table: dict[str, int] = {}
+        steps = _band(region, parts, parts // 2, self.sizes, table)
+        return max(sum(held.values()) for held in live_bytes(steps, table, steps[-1].outputs))
+
+    def _replace(self, region: _Region, parts: int) -> None:
+        """The region's steps become those of its bands, at the place of its last."""
+        new = [step for at in range(parts) for step in _band(region, parts, at, self.sizes, self.table)]
+        new.append(_Step(tuple(f"{region.result}@{at}" for at in range(parts)), (region.result,)))
+        steps: list[_Step] = []
+        for step in self.steps:
+            if step.source is region.nodes[-1]:
+                steps += new
+            elif step.source not in region.nodes:
+                steps.append(step)
+        self.steps = steps
+        self.split.update(region.nodes)
+
+    def _why(self, node: ir.Node) -> str:
+        """Why no region helped."""
+        if any(self._regions(node)):
+            return f"with up to {MOST_PARTS} bands of rows, what enters and leaves them is still too large"
+        try:
+            needed(node, -2, (0, 1))
+        except CannotSplit as reason:
+            return str(reason)
+        return "what reads its result needs it whole"
+
+
+def _band(region: _Region, parts: int, at: int, sizes: Mapping[str, int], table: dict[str, int]) -> list[_Step]:
+    """The steps of one band; bytes of what they make go into `table`."""
+    axis, result = region.axis, region.nodes[-1].outputs[0]
+    size = extent(result, axis)
+    held = backward(region.nodes, axis, bands(size, parts)[at] if isinstance(size, int) else (0, 1))
+    steps: list[_Step] = []
+    cut: set[str] = set()
+    for node in region.nodes:
+        inputs: list[str] = []
+        for value, rows in zip(node.inputs, needed(node, axis, held[node.outputs[0]]), strict=True):
+            name = value.name if value is not None else None
+            if value is None or name is None:
+                continue
+            if rows is not None:
+                band = f"{name}@{at}" if held.get(value) in (rows, None) else f"{name}@{at}{rows}"
+                if band not in cut and held.get(value) != rows:
+                    cut.add(band)
+                    table[band] = _rows_bytes(value, axis, rows, sizes, parts)
+                    steps.append(_Step((f"{name}@{at}" if value in held else name,), (band,)))
+                name = band
+            inputs.append(name)
+        made = node.outputs[0]
+        table[f"{made.name}@{at}"] = _rows_bytes(made, axis, held[made], sizes, parts)
+        in_place = node.op_type in _IN_PLACE
+        steps.append(_Step(tuple(dict.fromkeys(inputs)), (f"{made.name}@{at}",), node, in_place=in_place))
+    return steps
+
+
+def _rows_bytes(value: ir.Value, axis: int, rows: tuple[int, int], sizes: Mapping[str, int], parts: int) -> int:
+    size = extent(value, axis)
+    nbytes = sizes.get(value.name or "", 0)
+    return -(-nbytes * (rows[1] - rows[0]) // size) if isinstance(size, int) else -(-nbytes // parts)
+
+
+def _names(region: _Region) -> tuple[str, ...]:
+    return tuple(node.outputs[0].name or "" for node in region.nodes)
+
+
+def _shown(region: _Region) -> str:
+    kinds: Collection[str] = dict.fromkeys(node.op_type for node in region.nodes)
+    return f"{'it is' if len(region.nodes) == 1 else f'{len(region.nodes)} nodes ({chr(44).join(kinds)}) are'}"
