@@ -295,7 +295,7 @@ def _storage_key(tensor: ir.TensorProtocol, name: str) -> str:
     shared = getattr(tensor, "metadata_props", {}).get(STORAGE)
     if shared:
         begins = getattr(tensor, "metadata_props", {}).get(STORAGE_OFFSET)
-        return f"lowered:{shared}" + (f"+{begins}" if begins else "")
+        return f"lowered:{shared}" + (f"+{begins}" if begins is not None else "")
     if isinstance(tensor, ir.ExternalTensor):
         return f"source:{tensor.location}:{tensor.offset}:{tensor.length}"
     return f"value:{name}"
@@ -314,7 +314,8 @@ def _inside(tensor: ir.TensorProtocol, placed: Mapping[str, Record]) -> Record |
 
 def _begins(tensor: ir.ExternalTensor, record: Record) -> int:
     """Where the tensor begins in a range of its source file."""
-    return (tensor.offset or 0) - int(record.key.rsplit(":", 2)[1])
+    begins = record.key.rsplit(":", 2)[1]
+    return (tensor.offset or 0) - (int(begins) if begins.isdecimal() else 0)
 
 
 def _part(tensor: ir.TensorProtocol, record: Record) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ from compile.backends.ort_rewrite import (
 )
 from compile.calibrate.collectors import Range, Unfit
 from compile.finite import refuse_nan
-from compile.graph import STORAGE, FreshNames, constant, dims_of, ir, nodes_of
+from compile.graph import SLICE, STORAGE, STORAGE_OFFSET, FreshNames, constant, dims_of, ir, nodes_of
 from compile.passes.base import run_passes
 from compile.passes.normalize import FixNames, InferShapes, LiftOpset, RemoveDeadCode, SortNodes
 from compile.quantize.blockwise import BlockFormat, BlockQuantized, Once, quantize_matrix
@@ -109,6 +110,7 @@ class _Rewriter:
         self._names = FreshNames(model)
         self._made: dict[tuple[str, str], ir.Value] = {}
         self._blocks: dict[tuple[str, str], Once[BlockQuantized]] = {}
+        self._panels: dict[str, tuple[str, int]] = {}
 
     def visit(self, node: ir.Node) -> None:
         weights = sum(
@@ -276,6 +278,9 @@ class _Rewriter:
         """Codes, scales and zero points; `flat` gives Gather's two-dimensional view of the same bytes."""
         n, k, name, turned = weight.n, weight.k, weight.name, weight.turned
         tensor, transposed = weight.tensor, weight.transposed
+        if transposed and SLICE in tensor.metadata_props:
+            begins, _, whole = tensor.metadata_props[SLICE].partition(" ")
+            self._panels[name] = whole, int(begins)
         shared = self._blocks.setdefault(
             (name, turned),
             Once(lambda: quantize_matrix(name, tensor.numpy(), transposed, form), 3 if form.zero_point else 2),
@@ -334,12 +339,20 @@ class _Rewriter:
             dtype=dtype,
             shape=ir.Shape(shape),
             name=name,
-            metadata_props={STORAGE: f"{storage}:{weight}"} if storage else None,
+            metadata_props=self._stored(weight, storage, math.prod(shape[1:]) * int(dtype.itemsize))
+            if storage
+            else None,
         )
         value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype), const_value=tensor)
         self.model.graph.register_initializer(value)
         self._made[weight, suffix] = value
         return value
+
+    def _stored(self, weight: str, storage: str, row_bytes: int) -> dict[str, str]:
+        """Where the bytes may stand already: rows are quantized each by itself, so a panel's are those of the whole."""
+        whole, begins = self._panels.get(weight, (weight, 0))
+        props = {STORAGE: f"{storage}:{whole}"}
+        return props | {STORAGE_OFFSET: str(begins * row_bytes)} if weight in self._panels else props
 
     def _replace(self, node: ir.Node, *new: ir.Node) -> None:
         """Put `new` in the place of `node`; the last one's result takes over its name, type and uses."""

@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compile.backends import ort
 from compile.forms import NORMALIZE
 from compile.graph import ir, load_model
 from compile.passes.base import run_passes
+from compile.passes.normalize import FixNames, RemoveDeadCode, SortNodes
 from compile.passes.split.columns import COLUMNS, SplitColumns, matrix_of, panel, panels
+from compile.quantize.schemes import SCHEMES
 from compile.writer import BundleWriter
 from tests.support.models import Array, external, init, model, node, normal, run, save, value
 
@@ -104,6 +107,26 @@ def test_panels_of_a_tied_table_are_stored_once(tmp_path: Path, turned: bool) ->
     assert [each.const_value.offset for each in panels_] == [0, 256 * 192, 256 * 384]  # type: ignore[union-attr]
     sample = {"i": np.array([0, 1, 599, 300, 7])}
     np.testing.assert_allclose(run(written, sample)["y"], run(path, sample)["y"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8-weights"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_quantized_panels_of_a_tied_table_are_stored_once(tmp_path: Path, turned: bool, scheme: str) -> None:
+    path = tied(tmp_path, turned)
+    found: dict[int, Array] = {}
+    stored: dict[int, int] = {}
+    for parts in (1, 3):
+        graph = load_model(path)
+        run_passes(graph, [*NORMALIZE, *([SplitColumns("y", parts)] if parts > 1 else [])])
+        ort.lower(graph, SCHEMES[scheme])
+        run_passes(graph, (RemoveDeadCode(), FixNames(), SortNodes()))
+        with BundleWriter(tmp_path / f"{parts}.tfb", {}) as writer:
+            with writer.weights("segments/weights.bin") as sink:
+                writer.add_graph("segments/00.onnx", graph, sink, lambda _: None)
+            stored[parts] = sink.tensor_bytes
+            found[parts] = run(writer.folder / "segments/00.onnx", {"i": np.array([0, 1, 599, 300, 7])})["y"]
+    assert stored[1] == stored[3]
+    np.testing.assert_array_equal(found[1], found[3])
 
 
 def test_panels_are_views_until_they_are_written(tmp_path: Path) -> None:
