@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from compile.backends.base import Backend, Model, Part
@@ -47,8 +47,8 @@ SOURCE_FORM: tuple[Pass, ...] = (
     InferShapes(),
 )
 
-NORMALIZE: tuple[Pass, ...] = (
-    *SOURCE_FORM,
+# What follows it in the model that is compiled.
+SIMPLIFY: tuple[Pass, ...] = (
     FoldConstants(),
     LiftConstants(),
     RemoveDeadCode(),
@@ -59,22 +59,52 @@ NORMALIZE: tuple[Pass, ...] = (
     ScalarRanges(),
 )
 
-
-def source_form(source: Path, shapes: Sequence[ShapeRequest]) -> ir.Model:
-    """The source model as exported, but for what cutting needs."""
-    model = load_model(source)
-    bind_shapes(model, shapes)
-    run_passes(model, SOURCE_FORM)
-    return model
+NORMALIZE = SOURCE_FORM + SIMPLIFY
 
 
-def at_largest(source: Path, shapes: Sequence[ShapeRequest], passes: Sequence[Pass]) -> ir.Model:
-    """The model after `passes`, with every dimension fixed at its maximum, so that value sizes can be read off."""
-    model = load_model(source)
-    fixed = [(name, tuple(DimRange(d.max, d.max, d.max) for d in dims)) for name, dims in shapes]
-    bind_shapes(model, fixed)
-    run_passes(model, passes)
-    return model
+class SourceForms:
+    """The source model in the forms that it is cut by and compared in, each made when it is first asked for, and once.
+
+    `made` are the names of all values that the model makes in SOURCE_FORM; `sizes`, where no dimension has a range, the
+    bytes of those that it makes after NORMALIZE.
+    """
+
+    def __init__(
+        self, path: Path, shapes: Sequence[ShapeRequest], made: Collection[str], sizes: Mapping[str, int] | None
+    ) -> None:
+        self.path = path
+        self.made = made
+        self._shapes = shapes
+        self._sizes = sizes
+
+    @functools.cached_property
+    def form(self) -> ir.Model:
+        """The model as exported, but for what cutting needs."""
+        return self._bound(self._shapes)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes of each value after NORMALIZE at the largest shapes, where they do not follow from the data."""
+        return self._largest[1] if self._sizes is None else self._sizes
+
+    @property
+    def form_sizes(self) -> Mapping[str, int]:
+        """The same of the values in `form`."""
+        return self._largest[0] if self._sizes is None else static_sizes(self.form)
+
+    @functools.cached_property
+    def _largest(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Sizes read off the model with every dimension fixed at its maximum, in SOURCE_FORM and after NORMALIZE."""
+        model = self._bound([(name, tuple(DimRange(d.max, d.max, d.max) for d in dims)) for name, dims in self._shapes])
+        sizes = static_sizes(model)
+        run_passes(model, SIMPLIFY)
+        return sizes, static_sizes(model)
+
+    def _bound(self, shapes: Sequence[ShapeRequest]) -> ir.Model:
+        model = load_model(self.path)
+        bind_shapes(model, shapes)
+        run_passes(model, SOURCE_FORM)
+        return model
 
 
 def link_limit(limit: int, half: bool) -> int:
@@ -84,8 +114,7 @@ def link_limit(limit: int, half: bool) -> int:
 
 
 def source_chain(
-    source: Path,
-    shapes: Sequence[ShapeRequest],
+    source: SourceForms,
     limit: int,
     runtime: Backend,
     source_bytes: int,
@@ -99,26 +128,25 @@ def source_chain(
     """
     limit = link_limit(limit, half)
     if len(parts) == 1 and source_bytes <= limit:
-        return [Link("source", parts[0].inputs, parts[0].outputs, lambda: _load_whole(source, shapes, runtime))]
-    form = source_form(source, shapes)
+        return [Link("source", parts[0].inputs, parts[0].outputs, lambda: _load_whole(source, runtime))]
     crossing = {name for part in parts for name in part.outputs}
-    ends = cut(positions(form, static_sizes(at_largest(source, shapes, SOURCE_FORM)), crossing), limit)
+    ends = cut(positions(source.form, source.form_sizes, crossing), limit)
     return [
-        Link(str(index), each.inputs, each.outputs, functools.partial(_load_source, runtime, form, each, source.parent))
-        for index, each in enumerate(segments(form, ends, crossing))
+        Link(str(index), each.inputs, each.outputs, functools.partial(_load_cut, source, each, runtime))
+        for index, each in enumerate(segments(source.form, ends, crossing))
         if each.outputs  # a segment of nodes that nobody reads gives nothing
     ]
 
 
-def _load_whole(source: Path, shapes: Sequence[ShapeRequest], runtime: Backend) -> Model:
+def _load_whole(source: SourceForms, runtime: Backend) -> Model:
     try:
-        return runtime.load(source, {})
+        return runtime.load(source.path, {})
     except VerificationError as refused:
         try:
-            return runtime.load_mapped(source_form(source, shapes), source.parent)
+            return runtime.load_mapped(source.form, source.path.parent)
         except VerificationError:
             raise refused from None
 
 
-def _load_source(runtime: Backend, form: ir.Model, part: Cut, folder: Path) -> Model:
-    return runtime.load_mapped(extract(form, part), folder)
+def _load_cut(source: SourceForms, part: Cut, runtime: Backend) -> Model:
+    return runtime.load_mapped(extract(source.form, part), source.path.parent)

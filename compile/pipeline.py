@@ -17,7 +17,7 @@ from compile import memory
 from compile.activations import ActivationCache
 from compile.backends.base import Backend, Lowered, Part, Trace, WeightFootprint, backend
 from compile.bounded import BoundedModel
-from compile.calibrate.collect import digest
+from compile.calibrate.collect import HashedSamples
 from compile.calibrate.collectors import DEFAULT_METHOD, METHODS, Range, Unfit
 from compile.calibrate.control import control_inputs
 from compile.calibrate.run import calibrate
@@ -25,7 +25,7 @@ from compile.calibrate.samples import Sample, iterate, read_samples, readers_of
 from compile.calibrate.synthetic import corners, largest_sample, random_samples
 from compile.dump import check_pass_name, dump_after
 from compile.errors import DataError, ModelError, OptionError, VerificationError
-from compile.forms import NORMALIZE, at_largest, link_limit, source_chain, source_form
+from compile.forms import NORMALIZE, SIMPLIFY, SOURCE_FORM, SourceForms, link_limit, source_chain
 from compile.graph import initializers, ir, load_model, weight_nbytes
 from compile.partition.choose import Wishes, choose_cuts, streaming_room
 from compile.partition.cuts import Cuts
@@ -162,8 +162,8 @@ def compile_model(
         parts, weights, weight_bytes = _write_segments(writer, work, runtime, options.host_memory, digests, progress)
 
         progress.phase("verify")
-        errors, segment_errors = _verify(source, writer, options, runtime, work, parts)
-        batch = _verified_batch(source, writer, options, runtime, work, parts)
+        errors, segment_errors = _verify(writer, options, runtime, work, parts)
+        batch = _verified_batch(writer, options, runtime, work, parts)
 
         progress.phase("plan memory")
         contract, residency, plan = _plan(board, options, runtime, work, parts, weights, batch)
@@ -228,6 +228,7 @@ class _Work:
     source_bytes: int
     half: bool
     stamp: SourceStamp
+    forms: SourceForms
     head: dict[str, Any]
     error_limit: float | None
     scheme_is_blocked: bool
@@ -290,21 +291,24 @@ def _transform(
     batch = find_batch(inputs, options.batch_axis)
     check_inputs(inputs, board, options.host_memory)
     dump = dump_after(options.dump_after, model, options.dump_to or out.absolute().parent, out.stem)
-    notes = run_passes(model, NORMALIZE, dump)
+    notes = run_passes(model, SOURCE_FORM, dump)
+    made = {value.name or "" for node in model.graph for value in node.outputs}
+    notes += run_passes(model, SIMPLIFY, dump)
+    forms = SourceForms(source, options.shapes, made, None if dims else static_sizes(model))
     for note in notes:
         progress.warn(note)
     runtime.check_operators(model)  # those of functions too, now
     check_sizes(model, dims, board, options.host_memory)
     _check_recipe(model, dims, options)
     samples, sample_origin = _samples(model, inputs, options, progress)
-    ranges, found, calibration = _calibrate(model, inputs, source, out, options, runtime, scheme, progress)
+    ranges, found, calibration = _calibrate(model, inputs, forms, out, options, runtime, scheme, progress)
     notes += found
     lowered = runtime.lower(model, scheme, ranges)
     run_passes(model, (RemoveDeadCode(), FixNames(), SortNodes()))
     properties = dict(model.metadata_props)
     _strip_metadata(model)
     recorded = options.recorded() | scheme.recorded() | calibration
-    cuts, chosen = _cut(model, source, board, options, runtime, inputs, bool(scheme.matmul_bits))
+    cuts, chosen = _cut(model, forms, board, options, runtime, inputs, bool(scheme.matmul_bits))
     head = {"source": stamp.described(), "board": board_digest(board), "options": recorded, **_tools(runtime)}
     return _Work(
         name=name,
@@ -323,6 +327,7 @@ def _transform(
         source_bytes=source_bytes,
         half=half,
         stamp=stamp,
+        forms=forms,
         head=head,
         error_limit=_error_limit(options, scheme, half),
         scheme_is_blocked=bool(scheme.matmul_bits),
@@ -333,7 +338,7 @@ def _transform(
 def _calibrate(
     model: ir.Model,
     inputs: Contract,
-    source: Path,
+    forms: SourceForms,
     out: Path,
     options: Options,
     runtime: Backend,
@@ -353,21 +358,21 @@ def _calibrate(
         return iter(chosen) if calib is None else iterate(calib, inputs, readers=readers)
 
     names = runtime.prepare(model, scheme)
-    sizes = static_sizes(at_largest(source, options.shapes, NORMALIZE))
     limit = link_limit(segment_limit(options.host_memory), holds_half(model))
     scratch = out.with_name(f"{out.name}.calibration")
     method = options.calibrate_with
-    ranges = calibrate(model, names, samples, method, runtime, source.parent, sizes, limit, scratch)
+    hashed = HashedSamples(samples)
+    ranges = calibrate(model, names, hashed, method, runtime, forms.path.parent, forms.sizes, limit, scratch)
     notes = [f"{name!r} stays float: {found.reason}" for name, found in ranges.items() if isinstance(found, Unfit)]
     if calib is None:
         notes.append("calibrated on random values: the ranges are guesses, and accuracy on real data is unknown")
     for note in notes:
         progress.warn(note)
-    return ranges, notes, {"calibrate_with": method, "calibrated_on": digest(samples())}
+    return ranges, notes, {"calibrate_with": method, "calibrated_on": hashed.sha256}
 
 
 def _verify(
-    source: Path, writer: BundleWriter, options: Options, runtime: Backend, work: _Work, parts: Sequence[Part]
+    writer: BundleWriter, options: Options, runtime: Backend, work: _Work, parts: Sequence[Part]
 ) -> tuple[tuple[OutputError, ...], tuple[SegmentError, ...]]:
     """Run source and result on the samples; what crosses between segments is kept on the disk of the bundle."""
     compiled = [
@@ -376,20 +381,20 @@ def _verify(
     ]
     with writer.scratch() as folder:
         cache = ActivationCache(folder, shutil.disk_usage(folder).free // 2)
-        chain = _source_links(source, options, runtime, work, parts)
+        chain = _source_links(options, runtime, work, parts)
         bound = [_bounded(options.host_memory, link) for link in compiled]
         return verify(chain, bound, work.samples, work.results, cache, work.error_limit)
 
 
-def _source_links(source: Path, options: Options, runtime: Backend, work: _Work, parts: Sequence[Part]) -> list[Link]:
+def _source_links(options: Options, runtime: Backend, work: _Work, parts: Sequence[Part]) -> list[Link]:
     """The source model as links that fit into the host's memory."""
     limit = segment_limit(options.host_memory)
-    chain = source_chain(source, options.shapes, limit, runtime, work.source_bytes, work.half, parts)
+    chain = source_chain(work.forms, limit, runtime, work.source_bytes, work.half, parts)
     return [_bounded(options.host_memory, link) for link in chain]
 
 
 def _verified_batch(
-    source: Path, writer: BundleWriter, options: Options, runtime: Backend, work: _Work, parts: Sequence[Part]
+    writer: BundleWriter, options: Options, runtime: Backend, work: _Work, parts: Sequence[Part]
 ) -> str | None:
     """The batch of the contract: rows together have been compared with rows apart, on random values.
 
@@ -406,7 +411,7 @@ def _verified_batch(
         sample = random_samples(work.model, Contract(work.inputs.inputs, (), dims), ("opt",))[0]
         with writer.scratch() as folder:
             cache = ActivationCache(folder, shutil.disk_usage(folder).free // 2)
-            chain = _source_links(source, options, runtime, work, parts)
+            chain = _source_links(options, runtime, work, parts)
             verify_rows(chain, sample, work.results, cache, HALF_LIMIT if work.half else FLOAT_LIMIT)
     except (VerificationError, DataError) as error:
         if options.batch_axis:
@@ -477,7 +482,13 @@ class _Both(Progress):
 
 
 def _cut(
-    model: ir.Model, source: Path, board: Board, options: Options, runtime: Backend, inputs: Contract, blocked: bool
+    model: ir.Model,
+    forms: SourceForms,
+    board: Board,
+    options: Options,
+    runtime: Backend,
+    inputs: Contract,
+    blocked: bool,
 ) -> tuple[list[Cut], Cuts | None]:
     """Segments small enough that the host can load one at a time, and the board hold two where it streams them."""
     limit, largest = segment_limit(options.host_memory), sizes_at(inputs.dims, "max")
@@ -491,9 +502,7 @@ def _cut(
     room = streaming_room(board, needs, active, total, options.slots, options.residency, blocked)
     if total <= limit and room is None and not options.wishes.recorded():
         return segments(model, [len(model.graph)]), None
-    names = {value.name or "" for node in source_form(source, options.shapes).graph for value in node.outputs}
-    sizes = static_sizes(at_largest(source, options.shapes, NORMALIZE))
-    crossing = {name: size for name, size in sizes.items() if name in names}
+    crossing = {name: size for name, size in forms.sizes.items() if name in forms.made}
     chosen = choose_cuts(model, crossing, nbytes, options.wishes, limit, room, board)
     return segments(model, chosen.ends), chosen
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,14 +103,27 @@ def groups(wanted: Mapping[str, int | None], limit: int) -> list[tuple[str, ...]
     return [tuple(group) for group in result]
 
 
-def digest(samples: Iterable[Sample]) -> str:
-    """SHA-256 over all samples: names, types, shapes and values. Ranges found on other samples are other ranges."""
-    total = hashlib.sha256()
-    for sample in samples:
-        for name, array in sorted(sample.items()):
-            total.update(f"{name}\0{array.dtype.str}\0{array.shape}\0".encode())
-            total.update(_bytes(array))
-    return total.hexdigest()
+class HashedSamples:
+    """Samples whose digest is made in the first pass over all of them.
+
+    `sha256` is over names, types, shapes and values: ranges found on other samples are other ranges.
+    """
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self.sha256 = ""
+
+    def __call__(self) -> Iterable[Sample]:
+        return self._samples() if self.sha256 else self._hashed()
+
+    def _hashed(self) -> Iterator[Sample]:
+        total = hashlib.sha256()
+        for sample in self._samples():
+            for name, array in sorted(sample.items()):
+                total.update(f"{name}\0{array.dtype.str}\0{array.shape}\0".encode())
+                total.update(_bytes(array))
+            yield sample
+        self.sha256 = total.hexdigest()
 
 
 def _bytes(array: npt.NDArray[Any]) -> bytes | memoryview:

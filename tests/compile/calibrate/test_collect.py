@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from compile.activations import ActivationCache
 from compile.backends import ort
 from compile.backends.base import Model
-from compile.calibrate.collect import Stage, collect, digest, groups
+from compile.calibrate.collect import HashedSamples, Stage, collect, groups
 from compile.calibrate.collectors import Range
 from compile.calibrate.run import calibrate
+from compile.calibrate.samples import Sample
 from compile.errors import VerificationError
 from compile.graph import ir
 from compile.partition.graph import static_sizes
@@ -98,6 +99,15 @@ def test_an_output_that_the_runtime_does_not_give_is_named(tmp_path: Path) -> No
     stage = Stage(("x",), (), {"z": 4}, load)
     with pytest.raises(VerificationError, match="'z'"):
         collect([stage], lambda: [{"x": np.ones(1, np.float32)}], (), ActivationCache(tmp_path, 1 << 20), 1 << 20)
+
+
+def digest(samples: Sequence[Sample]) -> str:
+    """What one pass over all samples leaves behind, and a second one does not change."""
+    hashed = HashedSamples(lambda: iter(samples))
+    assert (hashed.sha256, len(list(hashed()))) == ("", len(samples))
+    first = hashed.sha256
+    assert (len(list(hashed())), hashed.sha256) == (len(samples), first)
+    return first
 
 
 def test_the_digest_is_of_names_types_shapes_and_values() -> None:
