@@ -51,7 +51,7 @@ SCHEMES: dict[str, Scheme] = {
         ),
         Scheme(
             "int8-weights",
-            "INT8 matrices in symmetric blocks of 64, convolutions per channel; activations stay float between operators",
+            "INT8 matrices in symmetric blocks of 64, convolutions INT8 per channel",
             matmul_bits=8,
             block=64,
             conv_bits=8,
