@@ -122,7 +122,7 @@ def _finalised_text(model: Model, report: finalising.Report | None, freed: int) 
     head = f"{model.name} version {model.version}"
     pruned = f"; {human(freed)} of what others made were deleted" if freed else ""
     if report is None:
-        return f"{head}: nothing to build, no segment is mapped{pruned}"
+        return f"{head}: nothing to build, no segment is mapped or streamed{pruned}"
     count, total = len(report.finalised.segments), human(report.finalised.total_bytes)
     storage = f"{count} segment{'s' * (count != 1)} in {report.folder} take {total} of storage{pruned}"
     if not report.built:

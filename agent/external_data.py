@@ -53,7 +53,7 @@ def external_regions(path: Path) -> tuple[Region, ...]:
     """
     try:
         # Only the graph and what is too small to be kept outside: the weights are not in this file.
-        return _joined(_region(path.parent, entry) for entry in _model(memoryview(path.read_bytes())))
+        return joined(_region(path.parent, entry) for entry in _model(memoryview(path.read_bytes())))
     except OSError as error:
         raise AgentError(f"{path.name} cannot be read: {error.strerror}") from None
     except (ValueError, IndexError, RecursionError):
@@ -67,7 +67,7 @@ def _region(folder: Path, entry: dict[str, str]) -> Region:
     return Region(file, offset, max(file.stat().st_size - offset, 0))
 
 
-def _joined(regions: Iterable[Region]) -> tuple[Region, ...]:
+def joined(regions: Iterable[Region]) -> tuple[Region, ...]:
     """The same bytes in as few regions as can be; a tensor that is referred to twice counts once."""
     joined: list[Region] = []
     for region in sorted(set(regions), key=lambda each: (each.file, each.offset)):

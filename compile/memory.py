@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from compile.backends.base import Step, Trace, WeightFootprint
 from targets.arena import Arena, Buffer, Placed, lower_bound
 from targets.board import MIB, Board
-from targets.budget import FINALISE, MemoryPlan, Phase, Term, budget_bytes
+from targets.budget import FINALISE, MemoryPlan, Phase, Sweep, Term, budget_bytes
 from targets.bundle import Residency
 from targets.errors import BudgetError
 from targets.tensor import human
@@ -186,9 +186,10 @@ class Footprint:
 
 # What is tried, in order, when nobody chose: fastest first. Block-quantized kernels need their own layout of the
 # weights, without it they are 60 times as slow; for float weights mapping the bundle's own file costs no second one.
+# What fits in none of them is streamed, as little of it as can be.
 PREFERENCE = {
-    True: (Residency.HEAP, Residency.MAPPED, Residency.STREAMED),
-    False: (Residency.HEAP, Residency.UNPACKED, Residency.STREAMED),
+    True: (Residency.HEAP, Residency.MAPPED),
+    False: (Residency.HEAP, Residency.UNPACKED),
 }
 
 
@@ -197,28 +198,49 @@ PREFERENCE = {
 ROOMY = 2 / 3
 
 
+Residencies = tuple[Residency, ...]
+"""Of every segment, in their order. They are alike, or some are streamed and the others mapped."""
+
+
 def choose(
     board: Board, arena: Arena, needs: Footprint, slots: int, requested: Residency | None, quantized: bool
-) -> tuple[Residency, MemoryPlan]:
-    """The first residency whose plan stays inside the board's budget, or the requested one; and its plan.
+) -> tuple[Residencies, MemoryPlan]:
+    """The first residencies whose plan stays inside the board's budget, or the requested one for all; and their plan.
 
     Of several, one that would fill more than `ROOMY` of the budget with memory that cannot be evicted is passed over.
     When none fits, the last one's plan is returned: `check_plan` then says what is too large.
     """
-    tried = (requested,) if requested else PREFERENCE[quantized]
-    for residency in tried:
-        made = plan(board, arena, needs, slots, residency)
-        most = (
-            made.budget_bytes
-            if residency is tried[-1] or residency is not Residency.HEAP
-            else ROOMY * made.budget_bytes
-        )
-        if all(phase.total_bytes <= most for phase in made.phases):
-            break
-    return residency, made
+    count = len(needs.weights)
+    if requested:
+        residencies = (requested,) * count
+        return residencies, plan(board, arena, needs, slots, residencies)
+    for each in PREFERENCE[quantized]:
+        made = plan(board, arena, needs, slots, (each,) * count)
+        if _fits(made, ROOMY if each is Residency.HEAP else 1):
+            return (each,) * count, made
+    best = (Residency.STREAMED,) * count
+    made = plan(board, arena, needs, slots, best)
+    for number in range(2, count):
+        spread = [(r, plan(board, arena, needs, slots, r)) for r in _spreads(count, number)]
+        fitting = [(r, p) for r, p in spread if _fits(p, 1)]
+        if fitting:
+            return min(fitting, key=lambda each: each[1].sweep.pass_bytes if each[1].sweep else 0)
+    return best, made
 
 
-def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residency: Residency) -> MemoryPlan:
+def _fits(made: MemoryPlan, share: float) -> bool:
+    return all(phase.total_bytes <= share * made.budget_bytes for phase in made.phases)
+
+
+def _spreads(count: int, streamed: int) -> Iterator[Residencies]:
+    """So many streamed segments of `count`, as far from each other as can be, so that one is read while others run."""
+    places = [at * count // streamed for at in range(streamed)]
+    for shift in range(-(-count // streamed)):
+        chosen = {(place + shift) % count for place in places}
+        yield tuple(Residency.STREAMED if step in chosen else Residency.MAPPED for step in range(count))
+
+
+def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residencies: Residencies) -> MemoryPlan:
     """The certificate.
 
     finalise: one segment at a time is mapped, laid out on the heap, and written. Only where files are made so.
@@ -230,10 +252,10 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residency: Re
     per_session = SESSION_BYTES + board.cores * THREAD_BYTES
     fixed = (
         Term("runtime", "anonymous", board.memory.runtime_fixed_mib * MIB),
-        Term("service", "anonymous", SERVICE_BYTES + _further_sessions(needs.weights, residency) * per_session),
+        Term("service", "anonymous", SERVICE_BYTES + (len(needs.weights) - 1) * per_session),
     )
     index = -(-(arena.height + needs.workspace) // ALIGNMENT) * INDEX_BYTES
-    weights = _WEIGHT_TERMS[residency](needs.weights, index)
+    weights = _weight_terms(needs.weights, residencies, index)
     phases = [
         Phase("load", (*fixed, *weights.load)),
         Phase(
@@ -250,14 +272,32 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residency: Re
             ),
         ),
     ]
-    if residency.needs_finalise:
+    if residencies[0].needs_finalise:
         phases.insert(0, Phase(FINALISE, (*fixed, *_finalise_terms(needs.weights, index))))
-    return MemoryPlan(budget_bytes(board), slots, tuple(phases), arena)
+    budget = budget_bytes(board)
+    taken = phases[-1].total_bytes - sum(t.nbytes for t in weights.run if t.kind == "file")
+    sweep = _sweep(needs.weights, residencies, budget - taken) if Residency.STREAMED in residencies else None
+    return MemoryPlan(budget, slots, tuple(phases), arena, sweep)
 
 
-def _further_sessions(parts: Sequence[WeightFootprint], residency: Residency) -> int:
-    """Sessions that are open at a time, but for the one that the runtime's fixed cost has."""
-    return min(len(parts), 2 if residency is Residency.STREAMED else len(parts)) - 1
+def _sweep(parts: Sequence[WeightFootprint], residencies: Residencies, room: int) -> Sweep:
+    """What a pass brings in, beside what it would with `room` bytes of cache that kept what was used last, or what is
+    needed next: of pages that are read in a circle that never has one left (Belady, 1966), and this keeps a part."""
+    streamed = tuple(step for step, each in enumerate(residencies) if each is Residency.STREAMED)
+    sizes = tuple(_swept(part) for part in parts)
+    whole = sum(sizes)
+    return Sweep(
+        streamed=streamed,
+        segment_bytes=sizes,
+        pass_bytes=sum(sizes[step] for step in streamed),
+        lru_bytes=whole if whole > room else 0,
+        belady_bytes=max(whole - room, 0),
+    )
+
+
+def _swept(part: WeightFootprint) -> int:
+    """Bytes that a run reads of a laid-out segment, but for rows of tables."""
+    return part.copies + part.mapped - part.unread - part.tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,8 +346,13 @@ def _mapped_terms(parts: Sequence[WeightFootprint], index: int) -> _WeightTerms:
     index = index if any(part.indexes for part in parts) else 0
     return _WeightTerms(
         _terms(session, compared + index, copies + _sum(parts, "touched") + source),
-        _terms(session, 0, copies + _sum(parts, "mapped")),
+        _terms(session, 0, _in_memory(parts)),
     )
+
+
+def _in_memory(parts: Sequence[WeightFootprint]) -> int:
+    """Of laid-out segments, whatever a run reads; of tables it may be every row."""
+    return _sum(parts, "copies") + _sum(parts, "mapped") - _sum(parts, "unread")
 
 
 def _unpacked_terms(parts: Sequence[WeightFootprint], _index: int) -> _WeightTerms:
@@ -323,25 +368,23 @@ def _unpacked_terms(parts: Sequence[WeightFootprint], _index: int) -> _WeightTer
     )
 
 
-def _streamed_terms(parts: Sequence[WeightFootprint], index: int) -> _WeightTerms:
-    """The segment that runs while the next one is loaded as on the heap, at the worst moment of a sweep that begins
-    again. None is opened before its turn, so that loading takes nothing.
+def _streamed_terms(parts: Sequence[WeightFootprint], residencies: Residencies, index: int) -> _WeightTerms:
+    """What is mapped stays; of what is streamed, the segment that runs and the next one, at the worst moment of a sweep
+    that begins again. How far the next one is when a segment ends is a matter of speed; the plan holds for any.
 
-    How far the next one is when a segment ends is a matter of speed; the plan holds for any.
+    Loading leaves none of the streamed segments behind.
     """
-    alone = len(parts) == 1
-    moments = []
-    for here, ahead in zip(parts, (*parts[1:], parts[0]), strict=True):
-        both = [ahead] if alone else [here, ahead]
-        copying, source = _loading(ahead, index)
-        moments.append(
-            _terms(
-                _sum(both, "session") + _being_made([ahead]),
-                _sum(both, "heap") + copying,
-                _sum(both, "mapped") + source,
-            )
-        )
-    return _WeightTerms(_terms(0, 0, 0), max(moments, key=lambda terms: sum(term.nbytes for term in terms)))
+    staying = [part for part, each in zip(parts, residencies, strict=True) if each is not Residency.STREAMED]
+    passing = [part for part, each in zip(parts, residencies, strict=True) if each is Residency.STREAMED]
+    pairs = [[here, ahead] for here, ahead in zip(passing, (*passing[1:], passing[0]), strict=True)]
+    most = max(_in_memory(pair) for pair in pairs) if len(passing) > 1 else _in_memory(passing)
+    session = _sum(parts, "session")
+    one_by_one = [_mapped_terms([*staying, part], index).load for part in passing]
+    load = max(one_by_one, key=lambda terms: sum(term.nbytes for term in terms))
+    return _WeightTerms(
+        (Term("session", "anonymous", session), *load[1:]),
+        _terms(session, 0, _in_memory(staying) + most),
+    )
 
 
 def _finalise_terms(parts: Sequence[WeightFootprint], index: int) -> tuple[Term, ...]:
@@ -367,9 +410,14 @@ def _being_made(parts: Sequence[WeightFootprint]) -> int:
     return max(p.session for p in parts)
 
 
-_WEIGHT_TERMS: dict[Residency, Callable[[Sequence[WeightFootprint], int], _WeightTerms]] = {
+def _weight_terms(parts: Sequence[WeightFootprint], residencies: Residencies, index: int) -> _WeightTerms:
+    if Residency.STREAMED in residencies:
+        return _streamed_terms(parts, residencies, index)
+    return _ALIKE[residencies[0]](parts, index)
+
+
+_ALIKE: dict[Residency, Callable[[Sequence[WeightFootprint], int], _WeightTerms]] = {
     Residency.HEAP: _heap_terms,
     Residency.MAPPED: _mapped_terms,
-    Residency.STREAMED: _streamed_terms,
     Residency.UNPACKED: _unpacked_terms,
 }

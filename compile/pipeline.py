@@ -166,7 +166,7 @@ def compile_model(
         batch = _verified_batch(writer, options, runtime, work, parts)
 
         progress.phase("plan memory")
-        contract, residency, plan = _plan(board, options, runtime, work, parts, weights, batch)
+        contract, residencies, plan = _plan(board, options, runtime, work, parts, weights, batch)
         check_plan(plan, budget_bytes(board))
 
         progress.phase("finish")
@@ -191,7 +191,10 @@ def compile_model(
             runtime=board.runtime.name,
             source=digests.source(),
             contract=contract,
-            segments=tuple(_segment(writer.folder, part, work.settings, residency) for part in parts),
+            segments=tuple(
+                _segment(writer.folder, part, work.settings, residency)
+                for part, residency in zip(parts, residencies, strict=True)
+            ),
             plan=plan,
             quantization=quantization,
             verification=verification,
@@ -434,7 +437,7 @@ def _plan(
     parts: Sequence[Part],
     weights: list[WeightFootprint],
     batch: str | None,
-) -> tuple[Contract, Residency, MemoryPlan]:
+) -> tuple[Contract, memory.Residencies, MemoryPlan]:
     """Observe one run at the largest shapes, and make contract, residency and certificate of what was seen."""
     largest, trace = _observed(runtime, work, parts)
     contract = build_contract(work.model, work.dims, trace.output_nbytes, batch)

@@ -43,6 +43,21 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((term for term in self.terms if term.name == name), None)
 
 
+class Sweep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a pass over all segments brings in from storage, when not all weights stay in memory.
+
+    `streamed` are positions of segments, in order; the others stay. `segment_bytes` is what a run reads of each.
+    `lru_bytes` and `belady_bytes` are what a pass would bring in if the same memory were a page cache that keeps what
+    was used last, or what will be used next (no policy reads less).
+    """
+
+    streamed: tuple[int, ...]
+    segment_bytes: tuple[int, ...]
+    pass_bytes: int
+    lru_bytes: int
+    belady_bytes: int
+
+
 class MemoryPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The certificate: every phase, and where each activation stands in the arena.
 
@@ -53,6 +68,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: int
     phases: tuple[Phase, ...]
     arena: Arena
+    sweep: Sweep | None = None
 
     def phase(self, name: str) -> Phase:
         for phase in self.phases:
@@ -101,3 +117,28 @@ def check_plan(plan: MemoryPlan, budget: int) -> None:
     activations = plan.phase("run").term("activations")
     if activations is None or activations.nbytes < plan.arena.height:
         raise BudgetError(f"the plan counts less for activations than its arena's {human(plan.arena.height)}")
+    if plan.sweep is not None:
+        _check_sweep(plan.sweep, plan.phase("run"), plan.budget_bytes)
+
+
+def _check_sweep(sweep: Sweep, run: Phase, budget: int) -> None:
+    """The pages of a pass: those that stay, and of the others two neighbours at a time, must have been counted."""
+    sizes = sweep.segment_bytes
+    if not sweep.streamed or list(sweep.streamed) != sorted(set(sweep.streamed) & set(range(len(sizes)))):
+        raise BudgetError(f"the sweep streams segments {list(sweep.streamed)} of {len(sizes)}")
+    if min(sizes) < 0:
+        raise BudgetError("a segment of the sweep has less than no bytes")
+    if sweep.pass_bytes != sum(sizes[step] for step in sweep.streamed):
+        raise BudgetError(f"the sweep's segments do not add up to {human(sweep.pass_bytes)} a pass")
+    staying = sum(sizes) - sweep.pass_bytes
+    circle = [sizes[step] for step in sweep.streamed]
+    together = max(a + b for a, b in zip(circle, circle[1:] + circle[:1])) if len(circle) > 1 else circle[0]  # noqa: B905
+    mapped = run.term("mapped_weights")
+    if mapped is None or mapped.nbytes < staying + together:
+        raise BudgetError(
+            f"the plan counts {human(mapped.nbytes if mapped else 0)} of mapped weights, "
+            f"but {human(staying + together)} are in memory at a time"
+        )
+    room = budget - (run.total_bytes - mapped.nbytes)
+    if (sweep.lru_bytes, sweep.belady_bytes) != (sum(sizes) if sum(sizes) > room else 0, max(sum(sizes) - room, 0)):
+        raise BudgetError("the sweep's figures for other ways to cache are not those of its segments")

@@ -57,14 +57,14 @@ class Residency(str, enum.Enum):
     MAPPED = "mapped"
     """Laid out once on the board, into a file (`tightfit-agent finalise`), and mapped: evictable, hardly anonymous."""
     STREAMED = "streamed"
-    """As on the heap, but opened for its turn and closed after it, the next one read ahead meanwhile."""
+    """As mapped, but in memory only for its turn, the next one read ahead meanwhile."""
     UNPACKED = "unpacked"
     """Mapped as the bundle holds it, never laid out anew: for float weights that fit in no other way, slow."""
 
     @property
     def needs_finalise(self) -> bool:
         """Whether the weights come from files that are made on the board before the bundle can be served."""
-        return self is Residency.MAPPED
+        return self in (Residency.MAPPED, Residency.STREAMED)
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

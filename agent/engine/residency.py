@@ -1,31 +1,38 @@
-"""The sessions of a bundle's segments, each there when its turn comes.
+"""The sessions of a bundle's segments, and which of their weights are in memory when.
 
-Theory of operation. A segment whose weights are on the heap, mapped or unpacked is loaded once and stays. A streamed
-one lives from shortly before its turn until the turn ends:
+Theory of operation. Every segment is loaded once and its session stays; what comes and goes are the pages of streamed
+weights, which the runtime has mapped:
 
-    turn of A begins     A is taken; the next streamed segment B is read ahead and opened, on a thread
-    A runs               the kernel reads B, its session is built
-    turn of A ends       A is closed, the heap trimmed, A's pages leave the cache
-    turn of B begins     B is taken (its opening waited for), C is read ahead ...
+    turn of A begins     A's pages are there (their reading waited for); a thread begins to read those of B, the next
+    A runs
+    turn of A ends       A's pages are let go
+    turn of B begins     B's pages are there, those of C are read ahead ...
 
 The order is a circle, so the first is read ahead while the last runs and is there when the next request comes. At no
-time are more than two streamed segments open, and only one between requests. A bundle with a single streamed segment
-has nothing to hide its opening under: none is open between requests. Where a turn does not come as foreseen (a run
-failed, outputs that nobody wants) what was read ahead is closed before anything else is opened.
+time are the pages of more than two streamed segments in memory, and only of one between requests. A bundle with a
+single streamed segment has nothing to hide its reading under: none is there between requests. Where a turn does not
+come as foreseen (a run failed, outputs that nobody wants) what was read ahead is let go before anything else is read.
+
+Mapped weights stay: by themselves as long as nothing else needs the memory; beside streamed ones, which would push
+them out, they are held.
+
+What a run reads of a mapping is known after the first: kernels leave alone what went into their copies, and read rows
+of tables. Only what it read for the most part is read ahead, or held.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.backends.base import Backend, BackendError, Session, SessionOptions
-from agent.external_data import Region
+from agent import log
+from agent.backends.base import Backend, Session, SessionOptions
+from agent.engine import paging
+from agent.external_data import joined
 from targets.bundle import Residency
 
 # malloc.h; setting it, even to what it is, ends its adjustment.
@@ -35,96 +42,130 @@ _MMAP_THRESHOLD_BYTES = 128 << 10
 
 @dataclass(frozen=True)
 class Source:
-    """What a segment is opened from; `weights` are the bytes that opening it reads beside the graph."""
+    """What a segment is loaded from; `weights` is the laid-out file that they are mapped from, if there is one."""
 
     graph: Path
     options: SessionOptions
-    weights: tuple[Region, ...] = ()
+    weights: Path | None = None
 
 
 class Sessions:
-    """One session per segment, resident or streamed. Not for use by several threads at once."""
+    """One session per segment. Not for use by several threads at once."""
 
     def __init__(self, backend: Backend, sources: Sequence[Source]) -> None:
-        """Load what is resident. Raises BackendError."""
-        self._backend = backend
-        self._sources = sources
-        self._streamed = [i for i, source in enumerate(sources) if source.options.residency is Residency.STREAMED]
-        self._resident = {i: self._load_to_stay(i) for i in range(len(sources)) if i not in self._streamed}
-        self._ahead: tuple[int, Future[Session]] | None = None
+        """Load all, one after the other. Raises BackendError."""
+        residencies = [source.options.residency for source in sources]
+        self._streamed = [step for step, residency in enumerate(residencies) if residency is Residency.STREAMED]
+        mixed = [step for step, residency in enumerate(residencies) if residency is Residency.MAPPED and self._streamed]
+        self._pages: dict[int, _Pages] = {}
+        self._unheld = set(mixed)
+        self._held: list[paging.Held] = []
+        self._sessions: list[Session] = []
+        for step, source in enumerate(sources):
+            self._sessions.append(backend.load_session(source.graph, source.options))
+            if source.weights is None:
+                continue
+            # Loading reads more than a run does, the weights as they were before they were laid out. What stays mapped
+            # is not touched by this.
+            paging.drop(source.weights, ())
+            if step in self._streamed or step in mixed:
+                self._pages[step] = _Pages(source.weights)
+            if step in self._streamed:
+                self._pages[step].drop()
+        self._ahead: tuple[int, Future[None]] | None = None
         self._thread = ThreadPoolExecutor(1, "read-ahead")
         self.streamed_bytes = 0
-        """Bytes of the weights that were opened for a turn so far."""
+        """Bytes of weights that were brought in for a turn so far."""
 
     @contextlib.contextmanager
     def turn(self, step: int) -> Iterator[Session]:
-        """The segment's session, to be used until the block ends. Raises BackendError when it cannot be opened."""
-        if step in self._resident:
-            yield self._resident[step]
-            return
-        session = self._take(step)
-        try:
+        """The segment's session, to be used until the block ends."""
+        if step in self._streamed:
+            self._take(step)
             self._read_ahead(self._after(step))
-            yield session
+        try:
+            yield self._sessions[step]
+            if step in self._pages:
+                self._pages[step].learn()
+            if step in self._unheld:
+                self._hold(step)
         finally:
-            self._drop(step, session)
+            if step in self._streamed:
+                self._pages[step].drop()
 
     def close(self) -> None:
         """Close everything."""
         self._forget()
         self._thread.shutdown()
-        for session in self._resident.values():
+        for held in self._held:
+            held.close()
+        for session in self._sessions:
             session.close()
+
+    def _hold(self, step: int) -> None:
+        self._unheld.discard(step)
+        try:
+            self._held.append(paging.Held(self._pages[step].wanted))
+        except OSError as error:
+            self._unheld.clear()
+            log.get("engine").warning(
+                "cannot lock weights that are to stay: they may be pushed out and read again",
+                error=error.strerror,
+                hint="raise LimitMEMLOCK of the service",
+            )
 
     def _after(self, step: int) -> int:
         return self._streamed[(self._streamed.index(step) + 1) % len(self._streamed)]
 
-    def _take(self, step: int) -> Session:
-        ahead, foreseen = self._ahead, self._ahead is not None and self._ahead[0] == step
-        if ahead is None or not foreseen:
+    def _take(self, step: int) -> None:
+        if self._ahead is not None and self._ahead[0] == step:
+            self._ahead[1].result()
+            self._ahead = None
+        else:
             self._forget()
-            return self._open(step)
-        self._ahead = None
-        try:
-            return ahead[1].result()
-        except BackendError:
-            # It may have failed long ago, for want of memory that is there again now.
-            return self._open(step)
+            self._fetch(step)
 
     def _read_ahead(self, step: int) -> None:
         if len(self._streamed) > 1:
-            self._ahead = step, self._thread.submit(self._open, step)
+            self._ahead = step, self._thread.submit(self._fetch, step)
 
     def _forget(self) -> None:
-        """Close what was read ahead, waiting for it first."""
-        if self._ahead is None:
+        """Let go what was read ahead, waiting for it first."""
+        if self._ahead is not None:
+            (step, future), self._ahead = self._ahead, None
+            future.result()
+            self._pages[step].drop()
+
+    def _fetch(self, step: int) -> None:
+        self.streamed_bytes += self._pages[step].fetch()
+
+
+class _Pages:
+    """Pages of a laid-out file that a loaded session has mapped. `wanted`: what a run reads for the most part."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._all = paging.mappings_of(file)
+        self._known = False
+        self.wanted: tuple[paging.Mapping, ...] = ()
+
+    def learn(self) -> None:
+        """See what the run that has just ended had read; its pages must still be there. Only the first is asked."""
+        if self._known:
             return
-        (step, future), self._ahead = self._ahead, None
-        if future.exception() is None:
-            self._drop(step, future.result())
+        self._known = True
+        now = paging.mappings_of(self._file)
+        self.wanted = tuple(each for each in now if 2 * each.touched >= each.region.nbytes)
+        paging.read_singly([each for each in now if 0 < 2 * each.touched < each.region.nbytes])
 
-    def _open(self, step: int) -> Session:
-        _advise(self._sources[step].weights, os.POSIX_FADV_WILLNEED)
-        # What opening read and the run will not is left to the kernel until the turn ends: to drop it here would also
-        # drop what was read ahead and no page table holds yet.
-        session = self._load(step)
-        self.streamed_bytes += sum(region.nbytes for region in self._sources[step].weights)
-        return session
+    def fetch(self) -> int:
+        """Bring in what a run will read; bytes of it, none while that is not known."""
+        paging.fetch(self.wanted)
+        return sum(region.nbytes for region in joined(each.region for each in self.wanted))
 
-    def _load(self, step: int) -> Session:
-        source = self._sources[step]
-        return self._backend.load_session(source.graph, source.options)
-
-    def _load_to_stay(self, step: int) -> Session:
-        session = self._load(step)
-        # Opening reads more than stays mapped; pages that are mapped are not touched by this.
-        _advise(self._sources[step].weights, os.POSIX_FADV_DONTNEED)
-        return session
-
-    def _drop(self, step: int, session: Session) -> None:
-        session.close()
-        trim_heap()
-        _advise(self._sources[step].weights, os.POSIX_FADV_DONTNEED)
+    def drop(self) -> None:
+        """Let everything go, tables included."""
+        paging.drop(self._file, self._all)
 
 
 def trim_heap() -> None:
@@ -139,14 +180,3 @@ def give_freed_blocks_back() -> None:
     recogniser took 36 to 39 MiB so, as it happened; now it takes 33 each time.
     """
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-
-
-def _advise(regions: Sequence[Region], advice: int) -> None:
-    """posix_fadvise(2): a hint, so what cannot be opened is left for the runtime to complain about."""
-    for region in regions:
-        with contextlib.suppress(OSError):
-            descriptor = os.open(region.file, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.posix_fadvise(descriptor, region.offset, region.nbytes, advice)
-            finally:
-                os.close(descriptor)

@@ -22,7 +22,6 @@ from agent.backends.base import ArenaOptions, Array, BackendError, SessionOption
 from agent.engine.channel import Done, Failed, Layout, Load, Ready, Run, RunError, Slab, receive_in_engine, send
 from agent.engine.residency import Sessions, Source, give_freed_blocks_back, trim_heap
 from agent.errors import AgentError, Reason, RefusedError
-from agent.external_data import Region, external_regions
 from agent.laid_out import check_runtime, laid_out_files
 from agent.memory import pss_by_kind
 from agent.strings import pack_strings, unpack_strings
@@ -131,13 +130,11 @@ class Engine:
 
 def _source(folder: Path, finalised: Path | None, step: int, segment: Segment, options: SessionOptions) -> Source:
     if not options.residency.needs_finalise:
-        graph = safe_path(folder, segment.file)
-        streamed = options.residency is Residency.STREAMED
-        return Source(graph, options, external_regions(graph) if streamed else ())
+        return Source(safe_path(folder, segment.file), options)
     if finalised is None:
         raise AgentError(f"segment {segment.file} is {options.residency.value}, and no laid-out files were given")
     graph, weights = laid_out_files(finalised, step)
-    return Source(graph, options, (Region(weights, 0, weights.stat().st_size),))
+    return Source(graph, options, weights)
 
 
 def _arena(plan: MemoryPlan) -> ArenaOptions:

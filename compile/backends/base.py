@@ -100,6 +100,10 @@ class WeightFootprint:
     """What is there besides while the optimizer makes `rearranged`, before any of the other copies."""
     unpacked_scratch: int = 0
     """The most that a kernel takes beside the arena, while it runs, when its weight was not laid out."""
+    unread: int = 0
+    """Of `mapped`, what no run reads once the copies are there to be mapped: it is in them."""
+    tables: int = 0
+    """Of `mapped`, what a run reads by rows, the few that its inputs name."""
     indexes: bool = False
     """Whether loading already asks the arena for memory."""
 

@@ -37,6 +37,9 @@ class _Weights:
     mapped: dict[str, int] = dataclasses.field(default_factory=dict)
     filters: dict[str, int] = dataclasses.field(default_factory=dict)
     touched: set[str] = dataclasses.field(default_factory=set)
+    in_copies: set[str] = dataclasses.field(default_factory=set)
+    by_rows: set[str] = dataclasses.field(default_factory=set)
+    whole: set[str] = dataclasses.field(default_factory=set)
     scratch: dict[str, int] = dataclasses.field(default_factory=dict)
     widened: int = 0
 
@@ -66,14 +69,20 @@ def _count(found: _Weights, node: ir.Node, index: int, name: str, nbytes: int, c
     if copy is None:
         found.mapped[name] = pages
         if node.op_type == "MatMulNBits":
-            # Scales and zero points go into the sums that are made with the packed codes; scales are copied for it.
+            # Scales and zero points go into the copy of the codes, and into the sums that are made with it; scales are
+            # copied for it.
             found.touched.add(name)
+            found.in_copies.add(name)
             if index == _SCALES:
                 codes = node.inputs[1]
                 found.scratch[(codes.name if codes else None) or ""] = nbytes
                 # Without a copy to multiply with, the kernel takes as much more as the matrix in float32: inferred from
                 # measured sizes.
                 found.widened = max(found.widened, 4 * node.attributes["K"].as_int() * node.attributes["N"].as_int())
+        elif index == 0 and node.op_type in _ROW_READERS:
+            found.by_rows.add(name)
+        else:
+            found.whole.add(name)
         return
     found.heap[name] = copy
     if node.op_type == "Conv":
@@ -106,6 +115,8 @@ def _summary(found: _Weights, nodes: int, indexes: bool) -> WeightFootprint:
         transit_file=transit[1],
         optimizing=(FILTER_COPIES - 1) * max(found.filters.values(), default=0),
         unpacked_scratch=found.widened,
+        unread=sum(found.mapped[name] for name in found.in_copies - found.by_rows - found.whole),
+        tables=sum(found.mapped[name] for name in found.by_rows - found.whole - found.in_copies),
         indexes=indexes,
     )
 
@@ -214,5 +225,7 @@ _RULES: dict[str, Callable[[ir.Node], Iterator[tuple[int, int]]]] = {
     "GRU": _whole(1, 2),
 }
 _SCALES = 2
+# Operators that read, of their first input, the rows that their second one names.
+_ROW_READERS = frozenset({"Gather", "GatherBlockQuantized"})
 # Kernels that take memory for their copy from the arena.
 _FROM_ARENA = frozenset({"ConvTranspose"})
