@@ -98,14 +98,14 @@ def streaming_room(
     `needs` is that of the model as one segment, `raw` the bytes of its weights, `active` the peak of its activations.
     """
     arena = Arena(active, active, memory.ALIGNMENT, ())
-    residency, plan = memory.choose(board, arena, needs, slots, requested, blocked)
-    if residency is not Residency.STREAMED:
+    residencies, plan = memory.choose(board, arena, needs, slots, requested, blocked)
+    if Residency.STREAMED not in residencies:
         return None
     (whole,) = needs.weights
-    by_cuts = ("weights", "mapped_weights", "activations")
+    by_cuts = ("mapped_weights", "activations")
     others = sum(term.nbytes for term in plan.phase("run").terms if term.name not in by_cuts)
-    left = plan.budget_bytes - others - whole.transit_heap - whole.transit_file
-    return left * raw // max(whole.heap + whole.mapped, raw, 1)
+    laid_out = whole.copies + whole.mapped - whole.unread
+    return (plan.budget_bytes - others) * raw // max(laid_out, raw, 1)
 
 
 def _end_behind(name: str, nodes: list[ir.Node], order: Order) -> int:
