@@ -1,0 +1,61 @@
+"""First-fit under several orders, and a local search over orders. Pure and deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from compile.packing.problem import Ints, Problem
+
+ROUNDS = 16
+"""Of the local search. Most of what it finds it finds in the first few."""
+
+
+def orders(problem: Problem) -> Iterator[Ints]:
+    """By size (TFLite Micro's planner), by size times life, by life, and by birth; the larger first."""
+    size, life = problem.size, problem.end - problem.begin
+    yield np.lexsort((problem.begin, -size))
+    yield np.lexsort((problem.begin, -size * life))
+    yield np.lexsort((-size, -life))
+    yield np.lexsort((-size, problem.begin))
+
+
+def first_fit(problem: Problem, order: Ints) -> Ints:
+    """Put each buffer at the lowest offset that is free during its whole life; returns offsets, int64 [buffers]."""
+    begin, end, size = problem.begin, problem.end, problem.size
+    offsets = np.zeros(len(size), np.int64)
+    for count, buffer in enumerate(order):
+        placed = order[:count]
+        live = placed[(begin[placed] < end[buffer]) & (begin[buffer] < end[placed])]
+        live = live[np.argsort(offsets[live], kind="stable")]
+        ends = np.maximum.accumulate(np.concatenate(([0], offsets[live] + size[live])))
+        fits = np.flatnonzero(offsets[live] - ends[:-1] >= size[buffer])
+        offsets[buffer] = ends[fits[0]] if len(fits) else ends[-1]
+    return offsets
+
+
+def pack_greedily(problem: Problem, goal: int) -> Ints:
+    """The lowest of all orders, and of the orders that a local search makes of the best; stops at `goal` units.
+
+    The search is squeaky wheel optimization (Joslin and Clements 1999): what ended above the goal moves forward in the
+    order, half the way to its start.
+    """
+    tried = []
+    for order in orders(problem):
+        offsets = first_fit(problem, order)
+        tried.append((problem.height(offsets), order, offsets))
+        if tried[-1][0] <= goal:
+            return offsets
+    height, order, best = min(tried, key=lambda attempt: attempt[0])
+    for _ in range(ROUNDS):
+        if height <= goal:
+            break
+        rank = np.empty(len(order))
+        rank[order] = np.arange(len(order))
+        rank[offsets + problem.size > goal] /= 2
+        order = np.argsort(rank, kind="stable")
+        offsets = first_fit(problem, order)
+        if problem.height(offsets) < height:
+            height, best = problem.height(offsets), offsets
+    return best
