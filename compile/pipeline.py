@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 
 from compile import memory
 from compile.activations import ActivationCache
-from compile.backends.base import Backend, Lowered, Part, Trace, WeightFootprint, backend
+from compile.backends.base import Backend, Lowered, Model, Part, Trace, WeightFootprint, backend
 from compile.bounded import BoundedModel
 from compile.calibrate.collect import HashedSamples
 from compile.calibrate.collectors import DEFAULT_METHOD, METHODS, Range, Unfit
@@ -28,6 +28,7 @@ from compile.errors import DataError, ModelError, OptionError, VerificationError
 from compile.forms import NORMALIZE, SIMPLIFY, SOURCE_FORM, SourceForms, link_limit, source_chain
 from compile.graph import initializers, ir, load_model, weight_nbytes
 from compile.partition.choose import Wishes, choose_cuts, streaming_room
+from compile.partition.codes import Codes, InFloats, codes_of, in_floats
 from compile.partition.cuts import Cuts
 from compile.partition.graph import Cut, extract, order_of, segments, static_sizes
 from compile.partition.tables import peak_bytes
@@ -37,6 +38,7 @@ from compile.passes.normalize import (
     RemoveDeadCode,
     SortNodes,
 )
+from compile.passes.quantizers import QuantizeAtOnce
 from compile.passes.widen import holds_half
 from compile.quantize.schemes import SCHEMES, Scheme, choose_scheme
 from compile.quantize.source import check_scales
@@ -226,6 +228,7 @@ class _Work:
     lowered: Lowered
     cuts: list[Cut]
     chosen: Cuts | None
+    codes: dict[str, Codes]
     settings: dict[str, str]
     properties: dict[str, str]
     source_bytes: int
@@ -307,11 +310,12 @@ def _transform(
     ranges, found, calibration = _calibrate(model, inputs, forms, out, options, runtime, scheme, progress)
     notes += found
     lowered = runtime.lower(model, scheme, ranges)
-    run_passes(model, (RemoveDeadCode(), FixNames(), SortNodes()))
+    codes = codes_of(model, forms.made)
+    run_passes(model, (RemoveDeadCode(), FixNames(), SortNodes(), QuantizeAtOnce()))
     properties = dict(model.metadata_props)
     _strip_metadata(model)
     recorded = options.recorded() | scheme.recorded() | calibration
-    cuts, chosen = _cut(model, forms, board, options, runtime, inputs, bool(scheme.matmul_bits))
+    cuts, chosen = _cut(model, forms, board, options, runtime, inputs, bool(scheme.matmul_bits), codes)
     head = {"source": stamp.described(), "board": board_digest(board), "options": recorded, **_tools(runtime)}
     return _Work(
         name=name,
@@ -325,6 +329,7 @@ def _transform(
         lowered=lowered,
         cuts=cuts,
         chosen=chosen,
+        codes=codes,
         settings=runtime.session_settings(scheme),
         properties=properties,
         source_bytes=source_bytes,
@@ -379,8 +384,8 @@ def _verify(
 ) -> tuple[tuple[OutputError, ...], tuple[SegmentError, ...]]:
     """Run source and result on the samples; what crosses between segments is kept on the disk of the bundle."""
     compiled = [
-        Link(part.path.stem, part.inputs, part.outputs, functools.partial(runtime.load, part.path, work.settings))
-        for part in parts
+        Link(each.path.stem, each.inputs, each.outputs, functools.partial(_load_part, runtime, work, part))
+        for part, each in zip(parts, _in_floats(work, parts), strict=True)
     ]
     with writer.scratch() as folder:
         cache = ActivationCache(folder, shutil.disk_usage(folder).free // 2)
@@ -389,10 +394,21 @@ def _verify(
         return verify(chain, bound, work.samples, work.results, cache, work.error_limit)
 
 
+def _in_floats(work: _Work, parts: Sequence[Part]) -> list[Part]:
+    """The segments as they look from the source model, which has no codes."""
+    return [Part(p.path, in_floats(p.inputs, work.codes), in_floats(p.outputs, work.codes)) for p in parts]
+
+
+def _load_part(runtime: Backend, work: _Work, part: Part) -> Model:
+    model = runtime.load(part.path, work.settings)
+    coded = work.codes.keys() & {*part.inputs, *part.outputs}
+    return InFloats(model, part.inputs, work.codes) if coded else model
+
+
 def _source_links(options: Options, runtime: Backend, work: _Work, parts: Sequence[Part]) -> list[Link]:
     """The source model as links that fit into the host's memory."""
     limit = segment_limit(options.host_memory)
-    chain = source_chain(work.forms, limit, runtime, work.source_bytes, work.half, parts)
+    chain = source_chain(work.forms, limit, runtime, work.source_bytes, work.half, _in_floats(work, parts))
     return [_bounded(options.host_memory, link) for link in chain]
 
 
@@ -492,6 +508,7 @@ def _cut(
     runtime: Backend,
     inputs: Contract,
     blocked: bool,
+    codes: Mapping[str, Codes],
 ) -> tuple[list[Cut], Cuts | None]:
     """Segments small enough that the host can load one at a time, and the board hold two where it streams them."""
     limit, largest = segment_limit(options.host_memory), sizes_at(inputs.dims, "max")
@@ -506,6 +523,7 @@ def _cut(
     if total <= limit and room is None and not options.wishes.recorded():
         return segments(model, [len(model.graph)]), None
     crossing = {name: size for name, size in forms.sizes.items() if name in forms.made}
+    crossing |= {name: nbytes[name] for name in codes if codes[name].source in crossing and name in nbytes}
     chosen = choose_cuts(model, crossing, nbytes, options.wishes, limit, room, board)
     return segments(model, chosen.ends), chosen
 

@@ -1,7 +1,8 @@
 """A graph as partitioning sees it, and segments of it as models of their own.
 
 Any prefix of a topological order is a legal segment: what crosses a cut is every value made before it and read
-behind it. The order is the model's own.
+behind it. The order is the model's own. Where DequantizeLinear restores codes, each segment that reads the result
+restores it itself, so that the codes cross, which are a quarter as large.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def positions(model: ir.Model, sizes: Mapping[str, int], forced: Collection[str]
     Values in `forced` leave their segment in any case, so they count at no cut.
     """
     nodes = list(model.graph)
-    last = _last_readers(nodes)
+    last = _last_readers(nodes, forced)
     live: dict[ir.Value, int | None] = {}
     result: list[Position] = []
     for at, node in enumerate(nodes):
@@ -32,46 +33,84 @@ def positions(model: ir.Model, sizes: Mapping[str, int], forced: Collection[str]
             del live[value]
         weights = tuple(
             (value.name or "", tensor.nbytes)
-            for value in reads(node)
+            for value in reads(node, forced)
             for tensor in (constant(value),)
             if tensor is not None
         )
         known = [nbytes for nbytes in live.values() if nbytes is not None]
-        result.append(Position(weights, sum(known) if len(known) == len(live) else None))
+        # A cut behind a node that goes with its readers would be one in front of it.
+        legal = len(known) == len(live) and not _is_repeated(node, forced)
+        result.append(Position(weights, sum(known) if legal else None))
     return result
 
 
 def order_of(model: ir.Model, crossing: Mapping[str, int], nbytes: Mapping[str, int], work_ns: Sequence[int]) -> Order:
     """The model in its own order. `crossing` gives bytes of every value that may cross a cut, `nbytes` of others, by
-    name; a value of unknown size counts nothing. `work_ns`: what each node takes at least."""
+    name; a value of unknown size counts nothing. `work_ns`: what each node takes at least.
+
+    No cut stands between a value and the QuantizeLinear that reads it: then its codes could have crossed.
+    """
     read_by: dict[ir.Value, list[int]] = {}
     for at, node in enumerate(model.graph):
         for value in dict.fromkeys(reads(node)):
             read_by.setdefault(value, []).append(at)
-    results = set(model.graph.outputs)
+    nodes, results = list(model.graph), set(model.graph.outputs)
+    parted: set[int] = set()
+    for at, node in enumerate(nodes):
+        for value in node.outputs:
+            quantized = [r for r in read_by.get(value, ()) if nodes[r].op_type == "QuantizeLinear"]
+            parted.update(range(at, max(quantized, default=at)))
     activations = [
         Activation(at, tuple(read_by.get(value, ())), _size(value, crossing, nbytes), value in results)
-        for at, node in enumerate(model.graph)
+        for at, node in enumerate(nodes)
         for value in node.outputs
     ]
-    return Order(positions(model, crossing), activations, work_ns)
+    found = positions(model, crossing)
+    legal = [dataclasses.replace(each, crossing=None) if at in parted else each for at, each in enumerate(found)]
+    return Order(legal, activations, work_ns)
 
 
 def _size(value: ir.Value, *tables: Mapping[str, int]) -> int:
     return next((table[value.name] for table in tables if value.name and value.name in table), 0)
 
 
-def _last_readers(nodes: Sequence[ir.Node]) -> dict[ir.Value, int]:
-    return {value: at for at, node in enumerate(nodes) for value in reads(node)}
+def _last_readers(nodes: Sequence[ir.Node], kept: Collection[str] = ()) -> dict[ir.Value, int]:
+    return {value: at for at, node in enumerate(nodes) for value in reads(node, kept)}
 
 
-def reads(node: ir.Node) -> list[ir.Value]:
-    """Every value that a node reads, what its subgraphs capture included."""
+def reads(node: ir.Node, kept: Collection[str] = ()) -> list[ir.Value]:
+    """Every value that a node reads, what its subgraphs capture included.
+
+    In the place of what DequantizeLinear restores stand the codes, unless it is `kept`; the restoring node itself then
+    reads nothing.
+    """
+    if _is_repeated(node, kept):
+        return []
+    return [each for value in _read(node) for each in _behind_codes(value, kept)]
+
+
+def _is_repeated(node: ir.Node, kept: Collection[str]) -> bool:
+    """Whether each segment that reads the node's result has its own copy of the node."""
+    if node.op_type != "DequantizeLinear":
+        return False
+    (result,) = node.outputs
+    leaves = result.name in kept or result.is_graph_output()
+    return not leaves and all(use.node.graph is node.graph for use in result.uses())
+
+
+def _behind_codes(value: ir.Value, kept: Collection[str]) -> list[ir.Value]:
+    node = value.producer()
+    if node is None or not _is_repeated(node, kept):
+        return [value]
+    return [each for taken in node.inputs if taken is not None for each in _behind_codes(taken, kept)]
+
+
+def _read(node: ir.Node) -> list[ir.Value]:
     values = [value for value in node.inputs if value is not None]
     for body in bodies_of(node):
         inside = {value for inner in ir.traversal.RecursiveGraphIterator(body) for value in inner.outputs}
         inside.update(body.inputs)
-        captured = [v for inner in body for v in reads(inner)] + list(body.outputs)
+        captured = [v for inner in body for v in _read(inner)] + list(body.outputs)
         values.extend(v for v in captured if v not in inside and v.graph is not body)
     return values
 
@@ -106,7 +145,7 @@ def segments(model: ir.Model, ends: Sequence[int], wanted: Collection[str] = ())
     one gives the outputs that no node makes: inputs handed on, and weights.
     """
     nodes = list(model.graph)
-    last = _last_readers(nodes)
+    last = _last_readers(nodes, wanted)
     results = set(model.graph.outputs)
     made_at = {value: at for at, node in enumerate(nodes) for value in node.outputs}
     cuts: list[Cut] = []
@@ -121,7 +160,7 @@ def segments(model: ir.Model, ends: Sequence[int], wanted: Collection[str] = ())
             inputs.update((v.name, None) for v in unmade if v.name and v in model.graph.inputs)
             outputs.update((v.name, None) for v in unmade if v.name)
         for node in nodes[start:end]:
-            for value in reads(node):
+            for value in reads(node, wanted):
                 comes_from = made_at.get(value)
                 outside = value in model.graph.inputs if comes_from is None else comes_from < start
                 if outside and value.name:
