@@ -15,19 +15,16 @@ Workers are processes of their own, so that a crash of native code is a result a
 from __future__ import annotations
 
 import argparse
-import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import enum
 import json
-import multiprocessing
 import re
 import sys
 import tempfile
 import traceback
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +37,9 @@ import onnxruntime
 
 from bench.machine import describe_machine, measured_on
 from bench.models import cache_folder, fetch_wheel
+from bench.workers import Enough, UntilPlan, Worker, one_line, requests, spread
 from compile.backends.base import backend
-from compile.pipeline import Options, Progress, compile_model
+from compile.pipeline import Options, compile_model
 from compile.quantize.schemes import SCHEMES
 from targets.board import load_board
 from targets.errors import TightfitError
@@ -140,24 +138,8 @@ def run_source(case: Case) -> Result:
         feed = {i.name: v for i, v in zip(session.get_inputs(), case.inputs(), strict=False) if v is not None}
         made = session.run(None, feed)
     except Exception as error:  # noqa: BLE001 - its exceptions share no base class
-        return Result(case.name, "source", Outcome.REFUSED, _one_line(error))
+        return Result(case.name, "source", Outcome.REFUSED, one_line(error))
     return _compared(case, "source", made, exact=True)
-
-
-class _Enough(Exception):  # noqa: N818 - the end of a case, not an error
-    """The model is written, loaded, run and compared; what follows is its memory."""
-
-
-class _UntilPlan(Progress):
-    """Calls `then` in front of "plan memory", while what was written is there, and ends the compilation."""
-
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
-
-    def phase(self, name: str, total: int = 0) -> None:  # noqa: ARG002
-        if name == "plan memory":
-            self._then()
-            raise _Enough
 
 
 def run_compiled(case: Case, scheme: str, plan: bool = False) -> Result:
@@ -174,14 +156,14 @@ def run_compiled(case: Case, scheme: str, plan: bool = False) -> Result:
             made = _compile_and_run(case, out, _options(scheme, inputs, folder), inputs, plan)
         except TightfitError as error:
             left = "; an output was left" if out.exists() else ""
-            return Result(case.name, scheme, Outcome.CRASHED if left else Outcome.REFUSED, _one_line(error) + left)
+            return Result(case.name, scheme, Outcome.CRASHED if left else Outcome.REFUSED, one_line(error) + left)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
             where = traceback.extract_tb(error.__traceback__)[-1]
             return Result(
                 case.name,
                 scheme,
                 Outcome.CRASHED,
-                f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {_one_line(error)}",
+                f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {one_line(error)}",
             )
     return _compared(case, scheme, made, exact=scheme == "fp32")
 
@@ -219,9 +201,9 @@ def _compile_and_run(case: Case, out: Path, options: Options, inputs: dict[str, 
         compile_model(case.path, board, out, options)
         run(out)
     else:
-        with contextlib.suppress(_Enough):
+        with contextlib.suppress(Enough):
             partial = out.with_name(f"{out.name}.partial")
-            compile_model(case.path, board, out, options, _UntilPlan(lambda: run(partial)))
+            compile_model(case.path, board, out, options, UntilPlan(lambda: run(partial)))
     return [made[v.name] for v in onnx.load(case.path, load_external_data=False).graph.output]
 
 
@@ -266,78 +248,43 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
 # -- the run ---------------------------------------------------------------------------------------------------
 
 
 def run_all(cases: Sequence[Case], schemes: Sequence[str], workers: int, plan: bool = False) -> Iterator[list[Result]]:
     """Results as they come, the source first. A worker that dies or hangs is replaced; its model counts as crashed."""
-    waiting = collections.deque(cases)
     with contextlib.ExitStack() as stack:
         lanes = [stack.enter_context(_Lane(schemes, plan)) for _ in range(min(workers, len(cases)))]
-        with concurrent.futures.ThreadPoolExecutor(len(lanes)) as threads:
-            running: dict[concurrent.futures.Future[list[Result]], _Lane] = {}
-            while waiting or running:
-                for lane in lanes:
-                    if waiting and lane not in running.values():
-                        running[threads.submit(lane.run, waiting.popleft())] = lane
-                done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
-                for future in done:
-                    del running[future]
-                    yield future.result()
+        for results, _ in spread(iter(cases), lanes, _Lane.run):
+            yield results
 
 
-class _Lane:
-    """One worker process, started anew when it has died."""
+class _Lane(Worker):
+    """A worker that compiles cases under all schemes."""
 
     def __init__(self, schemes: Sequence[str], plan: bool) -> None:
-        self._schemes, self._plan = schemes, plan
-        self._context = multiprocessing.get_context("spawn")
-        self._process: Any = None
-
-    def __enter__(self) -> _Lane:
-        self._start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.join()
-
-    def _start(self) -> None:
-        self._pipe, theirs = self._context.Pipe()
-        self._process = self._context.Process(
-            target=_serve, args=(theirs, tuple(self._schemes), self._plan), daemon=False
-        )
-        self._process.start()
-        theirs.close()
+        super().__init__(_serve, tuple(schemes), plan)
+        self._schemes = schemes
 
     def run(self, case: Case) -> list[Result]:
         results: list[Result] = []
         try:
-            self._pipe.send(case)
+            self.pipe.send(case)
             for _ in range(1 + len(self._schemes)):
-                if not self._pipe.poll(LIMIT_S):
+                if not self.pipe.poll(LIMIT_S):
                     raise TimeoutError(f"no end within {LIMIT_S:.0f} s")
-                results.append(self._pipe.recv())
+                results.append(self.pipe.recv())
         except (EOFError, OSError) as error:
-            self._process.kill()
-            self._process.join()
-            reason = str(error) if isinstance(error, TimeoutError) else f"exit status {self._process.exitcode}"
+            self.kill()
+            reason = str(error) if isinstance(error, TimeoutError) else f"exit status {self.process.exitcode}"
             names = ["source", *self._schemes]
             results += [Result(case.name, name, Outcome.CRASHED, reason) for name in names[len(results) :]]
-            self._start()
+            self.renew()
         return results
 
 
 def _serve(pipe: Any, schemes: tuple[str, ...], plan: bool) -> None:
-    while True:
-        try:
-            case = pipe.recv()
-        except EOFError:
-            return
+    for case in requests(pipe):
         pipe.send(run_source(case))
         for scheme in schemes:
             pipe.send(run_compiled(case, scheme, plan))

@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import enum
 import gc
-import multiprocessing
 import os
 import random
 import re
@@ -42,8 +40,9 @@ import onnx
 
 from bench.machine import describe_machine, measured_on
 from bench.mutate_onnx import WEIGHTS, Case, Made, Seed, make, make_seeds, parsed, whole_case
+from bench.workers import KEPT, Enough, UntilPlan, Worker, one_line, requests, spread
 from compile.backends import ort_session
-from compile.pipeline import Options, Progress, compile_model
+from compile.pipeline import Options, compile_model
 from compile.processes import forget_peak, status_of
 from compile.quantize.schemes import SCHEMES
 from compile.shapes import ShapeRequest
@@ -62,8 +61,6 @@ RUN_LIMIT_S = 3
 """After which a run by onnxruntime is ended, an hour otherwise: a loop of 2^62 rounds is a valid model."""
 STANDSTILL_S = 120.0
 """Time after which it does in any case."""
-# Of messages, and of what a worker prints, so much is kept.
-_KEPT = 300
 # A person reads one line.
 _LONGEST_LINE = 1000
 _OWN_FAULT = "please report this"
@@ -112,21 +109,6 @@ def _plain(reason: str) -> str:
 # -- one case, in a worker -------------------------------------------------------------------------------------
 
 
-class _Enough(Exception):  # noqa: N818 - the end of a case, not an error
-    """The phase that the case stops in front of has been reached."""
-
-
-class _Until(Progress):
-    def __init__(self, last: bool) -> None:
-        self.reached = ""
-        self._last = last
-
-    def phase(self, name: str, total: int = 0) -> None:  # noqa: ARG002
-        if name == "plan memory" and not self._last:
-            raise _Enough
-        self.reached = name
-
-
 def run_case(case: Case, made: Made, folder: Path) -> Result:
     """Compile the case's model in this process; `folder` is empty and will be again."""
     source, out = folder / "model.onnx", folder / "out.tfb"
@@ -136,17 +118,17 @@ def run_case(case: Case, made: Made, folder: Path) -> Result:
     rng = random.Random(f"{case.seed}/{case.number}/options")
     scheme = rng.choice(list(SCHEMES))
     options = Options(scheme=scheme, shapes=_shapes(made, rng), random=True, host_memory=HOST_MEMORY, samples=2)
-    progress = _Until(case.number % TO_THE_END == 0)
+    progress = UntilPlan(whole=case.number % TO_THE_END == 0)
     try:
         compile_model(source, load_board(BOARD), out, options, progress)
-    except _Enough:
+    except Enough:
         result = Result(case, Outcome.COMPILED, progress.reached)
     except TightfitError as error:
         result = _refused(case, progress.reached, error)
     except MemoryError as error:
-        result = Result(case, Outcome.MEMORY, progress.reached, _one_line(error), _where(error))
+        result = Result(case, Outcome.MEMORY, progress.reached, one_line(error), _where(error))
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
-        text = f"{type(error).__name__}: {_one_line(error)}"
+        text = f"{type(error).__name__}: {one_line(error)}"
         result = Result(case, Outcome.TRACEBACK, progress.reached, text, f"{type(error).__name__} {_where(error)}")
     else:
         result = Result(case, Outcome.COMPILED, progress.reached)
@@ -166,7 +148,7 @@ def _refused(case: Case, phase: str, error: TightfitError) -> Result:
         outcome = Outcome.TRACEBACK
     elif len(text) > _LONGEST_LINE or not text.isprintable():
         outcome = Outcome.UNCLEAN
-    return Result(case, outcome, phase, f"{type(error).__name__}: {_one_line(error)}")
+    return Result(case, outcome, phase, f"{type(error).__name__}: {one_line(error)}")
 
 
 def _shapes(made: Made, rng: random.Random) -> tuple[ShapeRequest, ...]:
@@ -194,10 +176,6 @@ def _where(error: BaseException) -> str:
     return " < ".join(f"{Path(f.filename).name}:{f.name}" for f in (frames[-1], *ours[-1:]))
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:_KEPT] or type(error).__name__
-
-
 def _serve(pipe: Any, seeds: tuple[Seed, ...]) -> None:
     """A worker: cases in, results out. What it prints goes into a file, which is looked at behind every case."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -209,18 +187,14 @@ def _serve(pipe: Any, seeds: tuple[Seed, ...]) -> None:
     with tempfile.TemporaryFile() as printed, tempfile.TemporaryDirectory(dir=_memory_disk()) as folder:
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
-        while True:
-            try:
-                case = pipe.recv()
-            except EOFError:
-                return
+        for case in requests(pipe):
             forget_peak(os.getpid())
             result = run_case(case, make(case, seeds), Path(folder))
             status = status_of(os.getpid())
             peak = status.peak_resident if status else 0
             if peak > HOST_MEMORY:
                 result = Result(case, Outcome.MEMORY, result.phase, f"{peak >> 20} MiB: {result.reason}")
-            text = os.pread(printed.fileno(), _KEPT, 0).decode(errors="replace")
+            text = os.pread(printed.fileno(), KEPT, 0).decode(errors="replace")
             if text and result.outcome in (Outcome.COMPILED, Outcome.REFUSED):
                 result = Result(case, Outcome.UNCLEAN, result.phase, f"printed: {' '.join(text.split())}")
             os.ftruncate(printed.fileno(), 0)
@@ -236,58 +210,27 @@ def _memory_disk() -> str | None:
 # -- the run ---------------------------------------------------------------------------------------------------
 
 
-class Lane:
-    """One worker process, started anew when it has died."""
+class Lane(Worker):
+    """A worker that compiles cases; `peak`: the most of its memory that was resident (bytes)."""
 
     def __init__(self, seeds: Sequence[Seed]) -> None:
-        self._seeds = tuple(seeds)
-        self._context = multiprocessing.get_context("forkserver")
-        # What is slow to import is imported once.
-        self._context.set_forkserver_preload(["bench.mutate_onnx", "compile.pipeline", "compile.backends.ort"])
-        self._process: Any = None
+        super().__init__(_serve, tuple(seeds))
         self.peak = 0
-
-    def __enter__(self) -> Lane:
-        self._start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def _start(self) -> None:
-        self._pipe, theirs = self._context.Pipe()
-        # Not a daemon: the compiler starts processes of its own.
-        self._process = self._context.Process(target=_serve, args=(theirs, self._seeds), daemon=False)
-        self._process.start()
-        theirs.close()
-
-    def _end(self) -> None:
-        self.kill()
-        self._pipe.close()
-
-    def kill(self) -> None:
-        """End the worker; the next case finds it dead."""
-        self._process.kill()
-        self._process.join()
-
-    def renew(self) -> None:
-        self._end()
-        self._start()
 
     def run(self, case: Case) -> Result:
         """How the case ends; a worker that dies over it, or is killed because time is up, is replaced."""
         begun, used = time.monotonic(), self._used()
         try:
-            self._pipe.send(case)
+            self.pipe.send(case)
             while self._used() - used < LIMIT_S and time.monotonic() - begun < STANDSTILL_S:
-                if self._pipe.poll(1.0):
-                    result, peak = self._pipe.recv()
+                if self.pipe.poll(1.0):
+                    result, peak = self.pipe.recv()
                     self.peak = max(self.peak, peak)
                     return result  # type: ignore[no-any-return]
             outcome, reason = Outcome.HUNG, f"no end within {LIMIT_S:.0f} s of processor time"
         except (EOFError, OSError):
-            self._process.join()
-            outcome, reason = Outcome.DIED, f"exit status {self._process.exitcode}"
+            self.process.join()
+            outcome, reason = Outcome.DIED, f"exit status {self.process.exitcode}"
         self.renew()
         return Result(case, outcome, "", reason)
 
@@ -309,7 +252,7 @@ class Lane:
     def _used(self) -> float:
         """Seconds of processor time of the worker and of the processes it waited for."""
         with contextlib.suppress(OSError, IndexError):
-            text = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii", errors="replace")
+            text = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="ascii", errors="replace")
             return sum(map(int, text.rpartition(")")[2].split()[11:15])) / os.sysconf("SC_CLK_TCK")
         return 0.0
 
@@ -323,18 +266,8 @@ def run_cases(cases: Iterator[Case], seeds: Sequence[Seed], workers: int) -> Ite
             result = lane.run(case)
             return lane.run_anew(case) if result.outcome in _OF_THE_PROCESS else result
 
-        with concurrent.futures.ThreadPoolExecutor(workers) as threads:
-            running: dict[concurrent.futures.Future[Result], Lane] = {}
-            for lane, case in zip(lanes, cases, strict=False):
-                running[threads.submit(judge, lane, case)] = lane
-            while running:
-                done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
-                for future in done:
-                    lane = running.pop(future)
-                    yield future.result(), lane.peak
-                    following = next(cases, None)
-                    if following is not None:
-                        running[threads.submit(judge, lane, following)] = lane
+        for result, lane in spread(cases, lanes, judge):
+            yield result, lane.peak
 
 
 # -- the table -------------------------------------------------------------------------------------------------
