@@ -27,7 +27,7 @@ from compile.dump import check_pass_name, dump_after
 from compile.errors import DataError, ModelError, OptionError, VerificationError
 from compile.forms import NORMALIZE, SIMPLIFY, SOURCE_FORM, SourceForms, link_limit, source_chain
 from compile.graph import initializers, ir, load_model, weight_nbytes
-from compile.partition.choose import Wishes, choose_cuts, streaming_room
+from compile.partition.choose import Outcome, Wishes, choose_cuts
 from compile.partition.codes import Codes, InFloats, codes_of, in_floats
 from compile.partition.cuts import Cuts
 from compile.partition.graph import Cut, extract, order_of, segments, static_sizes
@@ -56,6 +56,7 @@ from compile.sizes import check_host_memory, check_inputs, check_sizes, segment_
 from compile.source import Digests, SourceStamp
 from compile.verify import FLOAT_LIMIT, HALF_LIMIT, Link, verify, verify_rows
 from compile.writer import BundleWriter
+from targets.arena import Arena
 from targets.board import MIB, Board, board_digest
 from targets.budget import MemoryPlan, budget_bytes, check_plan
 from targets.bundle import (
@@ -517,14 +518,21 @@ def _cut(
     taken = sum(spec.max_nbytes for spec in inputs.inputs)
     slot = taken + sum(nbytes.get(value.name or "", 0) for value in model.graph.outputs)
     images = (memory_bytes(options.recipe, inputs), options.recipe.decode.max_bytes) if options.recipe else ()
-    needs = memory.Footprint([runtime.weight_footprint(model)], 0, slot, taken, *images)
     active = peak_bytes(order_of(model, {}, nbytes, [0] * len(model.graph)))
-    room = streaming_room(board, needs, active, total, options.slots, options.residency, blocked)
-    if total <= limit and room is None and not options.wishes.recorded():
-        return segments(model, [len(model.graph)]), None
+    arena = Arena(active, active, memory.ALIGNMENT, ())
+
+    def judge(ends: Sequence[int]) -> Outcome:
+        parts = segments(model, ends)
+        weights = [runtime.weight_footprint(extract(model, p) if len(parts) > 1 else model) for p in parts]
+        needs = memory.Footprint(weights, 0, slot, taken, *images)
+        return Outcome.of(memory.choose(board, arena, needs, options.slots, options.residency, blocked)[1])
+
+    whole = [len(model.graph)]
+    if total <= limit and not options.wishes.recorded() and not judge(whole).read:
+        return segments(model, whole), None
     crossing = {name: size for name, size in forms.sizes.items() if name in forms.made}
     crossing |= {name: nbytes[name] for name in codes if codes[name].source in crossing and name in nbytes}
-    chosen = choose_cuts(model, crossing, nbytes, options.wishes, limit, room, board)
+    chosen = choose_cuts(model, crossing, nbytes, options.wishes, limit, board, judge)
     return segments(model, chosen.ends), chosen
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 
-from compile import memory
 from compile.errors import OptionError
 from compile.graph import ir
-from compile.partition.cuts import Cuts, Loading, NoCutsError, Rates, Rules, best_cuts
+from compile.partition.cuts import Cuts, Loading, NoCutsError, Rates, Rules, best_cuts, bound_ns, least_budget
 from compile.partition.graph import order_of
-from compile.partition.tables import Order, legal_ends
+from compile.partition.tables import Order, legal_ends, tables
 from compile.partition.work import work_ns
-from targets.arena import Arena
 from targets.board import Board
-from targets.budget import budget_bytes
-from targets.bundle import Residency
+from targets.budget import MemoryPlan, budget_bytes
 from targets.errors import BudgetError, did_you_mean
 from targets.tensor import human
 
+# Limits of a segment's weights that are tried for a board that streams: each about 0.7 of the one before, the least one
+# 64th of all weights.
+LIMITS = 13
 MOST_SEGMENTS = 99
 """A person can ask for: segment files are numbered in two digits, and the work of choosing grows with their number."""
 
@@ -50,62 +52,148 @@ class Wishes:
         return {name: value for name, value in told.items() if value}
 
 
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the board makes of a partition: bytes by which its plan exceeds the budget (0: it fits), of each segment the
+    bytes that every pass reads (0: it stays in memory), and the bytes left for weights and activations.
+
+    `read` is empty where all segments stay.
+    """
+
+    excess: int
+    read: tuple[int, ...] = ()
+    room: int = 0
+
+    @classmethod
+    def of(cls, plan: MemoryPlan) -> Outcome:
+        """What a certificate says."""
+        excess = max(max(phase.total_bytes for phase in plan.phases) - plan.budget_bytes, 0)
+        if plan.sweep is None:
+            return cls(excess)
+        sizes, streamed = plan.sweep.segment_bytes, plan.sweep.streamed
+        by_cuts = ("mapped_weights", "activations")
+        others = sum(term.nbytes for term in plan.phase("run").terms if term.name not in by_cuts)
+        return cls(excess, tuple(n if at in streamed else 0 for at, n in enumerate(sizes)), plan.budget_bytes - others)
+
+
+Judge = Callable[[Sequence[int]], Outcome]
+"""The outcome of cutting at these ends."""
+
+
 def choose_cuts(
     model: ir.Model,
     crossing: Mapping[str, int],
     nbytes: Mapping[str, int],
     wishes: Wishes,
     limit: int,
-    room: int | None,
     board: Board,
+    judge: Judge,
 ) -> Cuts:
     """The cuts of least cost on the board.
 
     `crossing` gives bytes of every value that may cross a cut, `nbytes` of all others that are known. A segment has at
-    most `limit` bytes of weights wherever a cut can keep to it. `room`: bytes for weights and activations of segments
-    that are streamed, None for segments that stay loaded. Raises OptionError, BudgetError.
+    most `limit` bytes of weights wherever a cut can keep to it. Raises OptionError, BudgetError.
     """
     nodes = list(model.graph)
-    work = [work_ns(node, {**nbytes, **crossing}, board) for node in nodes]
-    order = order_of(model, crossing, nbytes, work)
+    order = order_of(model, crossing, nbytes, [work_ns(node, {**nbytes, **crossing}, board) for node in nodes])
     forced = frozenset(_end_behind(name, nodes, order) for name in wishes.cut_at)
     if wishes.max_segment is not None:
         limit = min(limit, _checked(wishes.max_segment, nodes, order))
-    loading = Loading.KEPT if room is None else Loading.AHEAD
-    rules = Rules(loading, room, limit, wishes.segments, forced)
+    rules = Rules(segment=limit, count=wishes.segments, forced=forced)
     rates = Rates(
         board.bandwidth.storage_read_mb_s * 1e6, board.bandwidth.dram_gb_s * 1e9, round(board.runtime.launch_us * 1e3)
     )
     try:
-        return best_cuts(order, rules, rates)
-    except NoCutsError as refused:
-        if refused.least is None or room is None:
-            raise _unkeepable(wishes, order, limit) from None
+        cuts = best_cuts(order, rules, rates)
+    except NoCutsError:
+        raise _unkeepable(wishes, order, limit) from None
+    outcome = judge(cuts.ends)
+    if not outcome.read:
+        return cuts
+    found = _streamed(order, rules, rates, outcome.room, judge)
+    if found.excess:
+        found, at = _leanest(order, rules, rates, judge, found)
         budget = budget_bytes(board)
-        raise BudgetError(
-            f"no segments fit {board.name}: the budget is {human(budget)}, and about "
-            f"{human(budget + refused.least - room)} would do, which {_described(nodes[refused.node])} needs",
-            "quantize further (--scheme int4), use smaller shapes, or choose a larger board",
-        ) from None
+        if found.excess:
+            raise BudgetError(
+                f"no segments fit {board.name}: the budget is {human(budget)}; {human(budget + found.excess)} would "
+                f"do, for {_described(nodes[at])}",
+                "quantize further (--scheme int4), use smaller shapes, or choose a larger board",
+            )
+    return found.cuts
 
 
-def streaming_room(
-    board: Board, needs: memory.Footprint, active: int, raw: int, slots: int, requested: Residency | None, blocked: bool
-) -> int | None:
-    """What the board leaves for weights and activations of streamed segments, in bytes of the weights as they are
-    stored (negative where that is less than nothing); None where all segments can stay loaded.
+@dataclasses.dataclass(frozen=True, order=True)
+class _Streamed:
+    """Cuts of a model that the board cannot hold as a whole; the lesser are the better."""
 
-    `needs` is that of the model as one segment, `raw` the bytes of its weights, `active` the peak of its activations.
+    excess: int
+    cost_ns: int
+    cuts: Cuts = dataclasses.field(compare=False)
+
+
+def _streamed(order: Order, rules: Rules, rates: Rates, room: int, judge: Judge) -> _Streamed:
+    """Of the best cuts that read ahead in the whole room, and of those under ever smaller limits, the ones that cost
+    least with what the board then holds and streams.
+
+    Small segments let it hold more and stream less; each of them costs a start and copies of what crosses.
     """
-    arena = Arena(active, active, memory.ALIGNMENT, ())
-    residencies, plan = memory.choose(board, arena, needs, slots, requested, blocked)
-    if Residency.STREAMED not in residencies:
-        return None
-    (whole,) = needs.weights
-    by_cuts = ("mapped_weights", "activations")
-    others = sum(term.nbytes for term in plan.phase("run").terms if term.name not in by_cuts)
-    laid_out = whole.copies + whole.mapped - whole.unread
-    return (plan.budget_bytes - others) * raw // max(laid_out, raw, 1)
+    total = _weight_bytes(order, 0, len(order.positions))
+    limits = [min(rules.segment or total, int(total / 2 ** (step / 2))) for step in range(LIMITS)]
+    tried = [Rules(Loading.AHEAD, room, rules.segment, rules.count, rules.forced)]
+    tried += [dataclasses.replace(rules, segment=limit) for limit in dict.fromkeys(limits)]
+    # For each list of ends its cuts, and what they cost apart from loading.
+    found: dict[tuple[int, ...], _Streamed] = {}
+    greedy: list[_Streamed] = []
+    for each in tried:
+        with contextlib.suppress(NoCutsError):
+            cuts = best_cuts(order, each, rates)
+            if cuts.ends not in found:
+                found[cuts.ends] = _priced(order, cuts, cuts.ends, rates, judge)
+            if rules.count is None and not rules.forced:
+                greedy.append(found.get(cuts.greedy_ends) or _priced(order, cuts, cuts.greedy_ends, rates, judge))
+    best, baseline = min(found.values()), min(greedy, default=None)
+    if baseline is not None and baseline < best:
+        best = baseline
+    fits = baseline is not None and not baseline.excess
+    cuts = Cuts(
+        best.cuts.ends,
+        best.cost_ns,
+        baseline.cuts.ends if baseline else best.cuts.greedy_ends,
+        baseline.cost_ns if baseline and fits else None,
+        bound_ns(order, rules, rates, room),
+        exact=False,
+    )
+    return _Streamed(best.excess, best.cost_ns, cuts)
+
+
+def _leanest(order: Order, rules: Rules, rates: Rates, judge: Judge, otherwise: _Streamed) -> tuple[_Streamed, int]:
+    """The cuts that need the least memory of all, where that is less than the others do; and the node that needs it."""
+    ahead = dataclasses.replace(rules, loading=Loading.AHEAD)
+    least = least_budget(order, ahead, rates)
+    if least is None:
+        return otherwise, 0
+    cuts = best_cuts(order, dataclasses.replace(ahead, budget=least[0]), rates)
+    return min(otherwise, _priced(order, cuts, cuts.ends, rates, judge)), least[1]
+
+
+def _priced(order: Order, cuts: Cuts, ends: tuple[int, ...], rates: Rates, judge: Judge) -> _Streamed:
+    """Those ends with the loading that the board's plan leaves exposed: what is streamed is read while the segments run
+    from the streamed one in front of it on."""
+    outcome = judge(ends)
+    made = tables(order, ends)
+    parts = [(at, at + 1) for at in range(len(ends))]
+    cost = sum(rates.launch_ns + math.ceil(int(made.copied[part]) / rates.memory * 1e9) for part in parts)
+    streamed = [at for at, nbytes in enumerate(outcome.read) if nbytes]
+    for before, at in zip((streamed[-1:] + streamed)[: len(streamed)], streamed, strict=True):
+        under = range(before, at) if before < at else (*range(before, len(ends)), *range(at))
+        hidden = sum(int(made.work_ns[parts[step]]) for step in under) if before != at else 0
+        cost += max(math.ceil(outcome.read[at] / rates.storage * 1e9) - hidden, 0)
+    return _Streamed(outcome.excess, cost, dataclasses.replace(cuts, ends=ends))
+
+
+def _weight_bytes(order: Order, start: int, end: int) -> int:
+    return sum({name: size for position in order.positions[start:end] for name, size in position.weights}.values())
 
 
 def _end_behind(name: str, nodes: list[ir.Node], order: Order) -> int:
@@ -126,13 +214,13 @@ def _checked(most: int, nodes: list[ir.Node], order: Order) -> int:
     """Whether cuts can keep to it at all: weights between two neighbouring legal cuts cannot be parted."""
     start = 0
     for end in legal_ends(order.positions):
-        held = {name: size for position in order.positions[start:end] for name, size in position.weights}
-        if sum(held.values()) > most:
+        held = _weight_bytes(order, start, end)
+        if held > most:
             at = max(range(start, end), key=lambda node: sum(dict(order.positions[node].weights).values()))
             raise OptionError(
                 f"--max-segment {human(most)}: {_described(nodes[at])}, with what no cut can part from it, has "
-                f"{human(sum(held.values()))} of weights",
-                f"say --max-segment {sum(held.values())} or more",
+                f"{human(held)} of weights",
+                f"say --max-segment {held} or more",
             )
         start = end
     return most

@@ -12,6 +12,7 @@ import bisect
 import dataclasses
 import enum
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,12 +82,7 @@ class Cuts:
 
 
 class NoCutsError(Exception):
-    """No partition keeps to the rules. `least` is the budget from which on one does, None where no budget helps;
-    `node` the one that is at work, in that partition, when it is needed."""
-
-    def __init__(self, least: int | None = None, node: int = 0) -> None:
-        super().__init__(least, node)
-        self.least, self.node = least, node
+    """No partition keeps to the rules."""
 
 
 def best_cuts(order: Order, rules: Rules, rates: Rates, most: int | None = None) -> Cuts:
@@ -103,7 +99,7 @@ def best_cuts(order: Order, rules: Rules, rates: Rates, most: int | None = None)
     problem = _Problem(tables(order, ends, rules.pinned), legal, rules, rates)
     chosen = problem.solve(rules.budget)
     if chosen is None:
-        raise problem.refusal(order)
+        raise NoCutsError
     return Cuts(
         tuple(problem.tables.bounds[index] for index in chosen[1:]),
         problem.cost(chosen),
@@ -112,6 +108,24 @@ def best_cuts(order: Order, rules: Rules, rates: Rates, most: int | None = None)
         problem.bound(),
         exact=len(ends) == len(legal),
     )
+
+
+def least_budget(order: Order, rules: Rules, rates: Rates, most: int | None = None) -> tuple[int, int] | None:
+    """The budget from which on there are cuts, and the node at work, in those, when it is needed; by bisection.
+
+    None where the other rules leave no cuts. As `best_cuts` it looks at no more than `most` legal ends.
+    """
+    ends = candidates(order.positions, rules.forced, most or MOST_ENDS[rules.loading])
+    problem = _Problem(tables(order, ends, rules.pinned), legal_ends(order.positions), rules, rates)
+    return problem.least_budget(order)
+
+
+def bound_ns(order: Order, rules: Rules, rates: Rates, budget: int) -> int:
+    """No cuts and no choice of what stays cost less: all of the budget keeps weights, all work hides loading."""
+    total = sum({name: nbytes for position in order.positions for name, nbytes in position.weights}.values())
+    hidden = 0 if rules.loading is Loading.ALONE else sum(order.work_ns)
+    fewest = max(rules.count or 1, len(rules.forced - {len(order.positions)}) + 1)
+    return fewest * rates.launch_ns + max(math.floor(max(total - budget, 0) / rates.storage * 1e9) - hidden, 0)
 
 
 def _greedy_limit(order: Order, rules: Rules) -> int:
@@ -244,18 +258,19 @@ class _Problem:
             loading = max(loading - int(self.tables.work_ns[0, -1]), 0)
         return fewest * self._rates.launch_ns + loading
 
-    def refusal(self, order: Order) -> NoCutsError:
-        """The least budget, by bisection, and the node that needs it."""
+    def least_budget(self, order: Order) -> tuple[int, int] | None:
+        """See the function of that name."""
         low, high = -1, int(self._need.max() + self.tables.streamed.max())
-        if self._rules.budget is None or self.solve(high) is None:
-            return NoCutsError()
+        chosen = self.solve(high)
+        if chosen is None:
+            return None
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.solve(middle) is None else (low, middle)
-        chosen = self.solve(high) or []
+            found = self.solve(middle)
+            low, high, chosen = (middle, high, chosen) if found is None else (low, middle, found)
         needs = self.needs(chosen)
         start, end = (self.tables.bounds[index] for index in chosen[needs.index(max(needs)) :][:2])
-        return NoCutsError(high, neediest(order, start, end))
+        return high, neediest(order, start, end)
 
 
 def _parted(bounds: Sequence[int], ends: Sequence[int]) -> npt.NDArray[np.bool_]:

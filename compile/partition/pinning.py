@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-import math
 
-from compile.partition.cuts import Cuts, Loading, NoCutsError, Rates, Rules, best_cuts
+from compile.partition.cuts import Cuts, Loading, NoCutsError, Rates, Rules, best_cuts, bound_ns
 from compile.partition.tables import Order
 
 # Weights that are tried, one after the other; each costs a choice of cuts.
@@ -30,11 +30,9 @@ def pin(order: Order, rules: Rules, rates: Rates, most: int | None = None) -> Pi
     """
     if rules.loading is Loading.KEPT or rules.budget is None:
         raise ValueError("pinning is for segments that are streamed under a budget")
-    refused: NoCutsError | None = None
-    try:
-        cuts: Cuts | None = best_cuts(order, rules, rates, most)
-    except NoCutsError as error:
-        cuts, refused = None, error
+    cuts: Cuts | None = None
+    with contextlib.suppress(NoCutsError):
+        cuts = best_cuts(order, rules, rates, most)
     pinned = rules.pinned
     for name in _tried(order, cuts, rules):
         try:
@@ -44,8 +42,8 @@ def pin(order: Order, rules: Rules, rates: Rates, most: int | None = None) -> Pi
         if cuts is None or found.cost_ns < cuts.cost_ns:
             pinned, cuts = pinned | {name}, found
     if cuts is None:
-        raise refused or NoCutsError()
-    return Pinning(pinned, cuts, _bound(order, rules, rates))
+        raise NoCutsError
+    return Pinning(pinned, cuts, bound_ns(order, rules, rates, rules.budget))
 
 
 def _tried(order: Order, cuts: Cuts | None, rules: Rules) -> list[str]:
@@ -56,13 +54,6 @@ def _tried(order: Order, cuts: Cuts | None, rules: Rules) -> list[str]:
             times[name] += 1
     names = [name for name in sizes if name not in rules.pinned]
     return sorted(names, key=lambda name: (-times[name], -sizes[name], name))[:MOST_TRIES]
-
-
-def _bound(order: Order, rules: Rules, rates: Rates) -> int:
-    """All of the budget keeps weights, all work hides loading."""
-    streamed = max(sum(_sizes(order).values()) - (rules.budget or 0), 0)
-    hidden = sum(order.work_ns) if rules.loading is Loading.AHEAD else 0
-    return rates.launch_ns + max(math.floor(streamed / rates.storage * 1e9) - hidden, 0)
 
 
 def _sizes(order: Order) -> dict[str, int]:

@@ -124,7 +124,7 @@ def test_a_board_that_is_too_small(tightfit: Run, tmp_path: Path) -> None:
     refused(
         tightfit,
         tmp_path,
-        "no segments fit mine: the budget is 54.4 MiB, .* would do, which MatMul node 'second' needs .*larger board",
+        "no segments fit mine: the budget is 54.4 MiB; .* would do, for MatMul node .*larger board",
         source,
         "--target",
         target,
