@@ -185,5 +185,5 @@ def test_a_board_for_which_no_cuts_are_small_enough(tmp_path: Path) -> None:
     with pytest.raises(BudgetError) as refusal:
         compile_model(path, small(20), out, Options())
     (enough,) = re.findall(r"budget is 17.0 MiB; ([\d.]+) MiB would do, for MatMul node 'layer\d", str(refusal.value))
+    assert 17 < float(enough) < 34
     assert not out.exists()
-    compile_model(path, small(int(float(enough) / 0.85) + 2), out, Options())
