@@ -49,6 +49,7 @@ SOURCE_FORM: tuple[Pass, ...] = (
 
 # What follows it in the model that is compiled.
 SIMPLIFY: tuple[Pass, ...] = (
+    ScalarRanges(),
     FoldConstants(),
     LiftConstants(),
     RemoveDeadCode(),

@@ -116,10 +116,13 @@ def _read(node: ir.Node) -> list[ir.Value]:
 
 
 def static_sizes(model: ir.Model) -> dict[str, int]:
-    """Bytes of every value whose shape is known; the model's inputs must have their largest sizes."""
+    """Bytes of every value whose shape is known; the model's inputs must have their largest sizes.
+
+    Constants are among them: with every size fixed, what follows from sizes alone was computed.
+    """
     sizes: dict[str, int] = {}
-    for node in model.graph:
-        for value in node.outputs:
+    for values in (model.graph.initializers.values(), *(node.outputs for node in model.graph)):
+        for value in values:
             if value.shape is None or value.dtype is None or value.dtype == ir.DataType.STRING:
                 continue
             dims = [dim for dim in value.shape if isinstance(dim, int)]

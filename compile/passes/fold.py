@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 from onnxscript.optimizer import fold_constants
 
-from compile.graph import ir
+from compile.graph import dims_of, ir
 from compile.passes.base import Pass
 from compile.passes.sequences import sequences
 
@@ -21,7 +21,7 @@ logging.getLogger("onnxscript").setLevel(logging.ERROR)
 # Since this opset Split, Squeeze and Unsqueeze take their sizes and axes as inputs.
 _AXES_INPUT_OPSET = 13
 # Of which a few elements say how large the result is.
-_GROWING = ("ConstantOfShape", "Expand", "Tile", "Range", "Resize", "OneHot", "Pad", "EyeLike", "Upsample")
+_GROWING = ("ConstantOfShape", "Expand", "Tile", "Resize", "OneHot", "Pad", "EyeLike", "Upsample")
 # An outer product of two such inputs still has no more than a quarter of a million elements.
 _UNKNOWN_RESULT_ELEMENTS = 512
 # Smaller ones are shapes and factors, not weights.
@@ -57,12 +57,19 @@ class FoldConstants(Pass):
             reason = error.__cause__ or error
             # Each node is replaced by itself, so the graph is whole; what the runtime refuses too, it will name.
             return [f"constants from some node on are not folded: {' '.join(f'{error}: {reason}'.split())}"]
+        finally:
+            _state_shapes(model.graph)
         return ()
+
+    def _grows(self, node: ir.Node) -> bool:
+        if node.op_type == "Range":
+            return not _range_size(node) <= self.max_output_elements
+        return node.op_type in _GROWING
 
     def _should_fold(self, node: ir.Node) -> bool | None:
         """False where the result is, or could be, larger than its cap: it would be computed before it is measured."""
         values = [value for value in (*node.inputs, *node.outputs) if value is not None]
-        if node.op_type in _GROWING or any(value.dtype == ir.DataType.STRING for value in values):
+        if self._grows(node) or any(value.dtype == ir.DataType.STRING for value in values):
             return False
         if any(_holds_nan(value) for value in node.inputs):
             # It is refused when it is written, under the name that it has in the model.
@@ -80,6 +87,22 @@ class FoldConstants(Pass):
             elif elements > _UNKNOWN_RESULT_ELEMENTS:
                 return False
         return None
+
+
+def _state_shapes(graph: ir.Graph) -> None:
+    """A value that was computed keeps the shape that it was declared with, in symbols; inference would believe that."""
+    for value in graph.initializers.values():
+        if value.const_value is not None:
+            value.shape = ir.Shape(dims_of(value.const_value))
+
+
+def _range_size(node: ir.Node) -> float:
+    """Elements of a Range; not finite, or NaN, where its operands say nothing."""
+    operands = [value.const_value for value in node.inputs if value is not None and value.const_value is not None]
+    if len(operands) != 3 or any(tensor.size != 1 for tensor in operands):
+        return math.inf
+    start, limit, delta = (float(tensor.numpy().item()) for tensor in operands)
+    return (limit - start) / delta if delta else math.inf
 
 
 def _holds_nan(value: ir.Value | None) -> bool:
