@@ -1,15 +1,22 @@
 """A graph as partitioning sees it, and segments of it as models of their own.
 
 Any prefix of a topological order is a legal segment: what crosses a cut is every value made before it and read
-behind it. The order is the model's own. Where DequantizeLinear restores codes, each segment that reads the result
+behind it. Where DequantizeLinear restores codes, each segment that reads the result
 restores it itself, so that the codes cross, which are a quarter as large.
+
+The order is the model's own. Four orders of six models (PP-OCR recognisers, detector and classifier, MiniLM, SmolLM2)
+were compared, cut to a fifth of their weights: the model's own; the node next that leaves least live; depth first from
+the outputs, in both directions. No order had a lower peak of activations; two raised the detector's by 19 %. Cuts cost
+the same or more, but for SmolLM2 depth first: 228 us a pass in the place of 247, one segment of eight fewer. That is
+less than the noise of a run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from compile.graph import bodies_of, constant, ir
 from compile.partition.greedy import Position
@@ -68,6 +75,25 @@ def order_of(model: ir.Model, crossing: Mapping[str, int], nbytes: Mapping[str, 
     found = positions(model, crossing)
     legal = [dataclasses.replace(each, crossing=None) if at in parted else each for at, each in enumerate(found)]
     return Order(legal, activations, work_ns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Isolated:
+    """Nodes [start, end) that a target cannot run, and why: to be a segment of their own, with cuts at both ends."""
+
+    start: int
+    end: int
+    reason: str
+
+
+def isolated(model: ir.Model, reason_of: Callable[[ir.Node], str]) -> list[Isolated]:
+    """Runs of nodes that a target cannot execute for one reason; `reason_of` gives it, or nothing for all others."""
+    found: list[Isolated] = []
+    for reason, run in itertools.groupby(enumerate(model.graph), lambda each: reason_of(each[1])):
+        places = [at for at, _ in run]
+        if reason:
+            found.append(Isolated(places[0], places[-1] + 1, reason))
+    return found
 
 
 def _size(value: ir.Value, *tables: Mapping[str, int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -14,7 +15,8 @@ from onnx import TensorProto, helper
 
 from compile.forms import NORMALIZE
 from compile.graph import ir
-from compile.partition.graph import extract, positions, segments, static_sizes
+from compile.partition.cuts import Rates, Rules, best_cuts
+from compile.partition.graph import extract, isolated, order_of, positions, segments, static_sizes
 from compile.partition.greedy import WORTHWHILE_FILL, Position, cut
 from compile.passes.base import run_passes
 from tests.support.models import Array, init, model, node, normal, value
@@ -275,3 +277,37 @@ def test_weights_of_a_segment_stand_in_the_order_of_the_whole_model() -> None:
     whole = ir.from_proto(model(nodes, [value("a0", [4])], [value("a40", [4])], weights))
     cuts = segments(whole, [20, 40])
     assert [list(extract(whole, part).graph.initializers) for part in cuts] == [names[:20], names[20:]]
+
+
+def test_what_a_target_cannot_run_gets_segments_of_its_own() -> None:
+    whole = ir.from_proto(unet())
+    run_passes(whole, NORMALIZE)
+    sizes = static_sizes(whole)
+    found = isolated(whole, lambda each: f"no {each.op_type} there" if each.op_type in ("Concat", "MaxPool") else "")
+    assert len(found) == 6
+    assert {each.reason for each in found} == {"no Concat there", "no MaxPool there"}
+    forced = frozenset({each.start for each in found} | {each.end for each in found}) - {0}
+    order = order_of(whole, sizes, {}, [0] * len(whole.graph))
+    cuts = best_cuts(order, Rules(forced=forced), Rates(1e9, 1e9, 1))
+    parts = segments(whole, cuts.ends)
+    nodes = list(whole.graph)
+    for part in parts:
+        kinds = {node.op_type for node in nodes[part.start : part.end]}
+        assert len(kinds) == 1 or not kinds & {"Concat", "MaxPool"}
+    assert {(part.start, part.end) for part in parts} >= {(each.start, each.end) for each in found}
+    # Nothing else is cut: each further segment would cost a start.
+    assert len(parts) == len(forced) + 1
+    values: dict[str, Array] = {"x": normal(1, 3, 32, 32)}
+    expected = run(ir.to_proto(whole), values)
+    for part in parts:
+        values |= run(ir.to_proto(extract(whole, part)), {name: values[name] for name in part.inputs})
+    for name, array in expected.items():
+        np.testing.assert_array_equal(values[name], array)
+
+
+def test_reasons_that_differ_part_neighbours() -> None:
+    whole = ir.from_proto(unet())
+    reasons = [f"{each.op_type}" for each in whole.graph]
+    found = isolated(whole, lambda each: each.op_type)
+    assert [reason for each in found for reason in [each.reason] * (each.end - each.start)] == reasons
+    assert all(before.reason != after.reason for before, after in itertools.pairwise(found))
