@@ -6,15 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from compile.backends.base import Step, Trace, WeightFootprint
-from targets.arena import Arena, Buffer, Placed, lower_bound
+from compile.packing.place import ALIGNMENT
+from targets.arena import Arena, Buffer
 from targets.board import MIB, Board
 from targets.budget import FINALISE, MemoryPlan, Phase, Sweep, Term, budget_bytes
 from targets.bundle import Residency
 from targets.errors import BudgetError
 from targets.tensor import human
-
-ALIGNMENT = 256
-"""What onnxruntime's arena rounds every request to (kMinAllocationSize of its BFC arena)."""
 
 
 @dataclasses.dataclass
@@ -31,7 +29,8 @@ def activation_buffers(trace: Trace) -> tuple[Buffer, ...]:
     """One buffer per allocation of the observed run, alive from its kernel to the last that reads it.
 
     A kernel that allocated less than it wrote worked in place, or renamed its input (Reshape): then the output
-    lives on in the input's buffer. Graph outputs live to the end of the run.
+    lives on in the input's buffer; or it got a buffer of its size that was done with, which the runtime then holds
+    from its first use to its last. Graph outputs live to the end of the run.
     """
     last_use = _last_uses(trace.steps)
     end = len(trace.steps)
@@ -43,7 +42,7 @@ def activation_buffers(trace: Trace) -> tuple[Buffer, ...]:
             until = end if name in trace.output_nbytes else max(last_use.get(name, at), at) + 1
             if step.in_subgraph:
                 until = max(until, _enclosing_end(trace.steps, at))
-            source = None if spare >= nbytes else _reused(step, holder, nbytes, at)
+            source = None if spare >= nbytes else _reused(step, holder, buffers, nbytes, at)
             if source is None and (spare < nbytes and _comes_from_outside(step, holder)):
                 continue
             if source is None:
@@ -70,50 +69,23 @@ def _enclosing_end(steps: Sequence[Step], at: int) -> int:
     return next((later for later in range(at, len(steps)) if not steps[later].in_subgraph), len(steps) - 1) + 1
 
 
-def _reused(step: Step, holder: dict[str, _Live], nbytes: int, at: int) -> _Live | None:
-    """The input whose buffer the output took: large enough, and best one that nobody reads later."""
+_VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
+
+
+def _reused(step: Step, holder: dict[str, _Live], buffers: Sequence[_Live], nbytes: int, at: int) -> _Live | None:
+    """The buffer that the output took: an input's of its size that nobody reads later; one of its size that was done
+    with; else an input's that is large enough."""
     held = [holder[name] for name in step.inputs if name in holder and holder[name].nbytes >= nbytes]
+    if step.op not in _VIEWS and not any(b.nbytes == _aligned(nbytes) and b.upper <= at + 1 for b in held):
+        done = next((b for b in reversed(buffers) if b.upper <= at and b.nbytes == _aligned(nbytes)), None)
+        if done is not None:
+            return done
     return min(held, key=lambda b: (b.upper > at + 1, b.nbytes), default=None)
 
 
 def _comes_from_outside(step: Step, holder: dict[str, _Live]) -> bool:
     """Whether the output can only be a view of a graph input or a weight, which the arena does not hold."""
     return not any(name in holder for name in step.inputs)
-
-
-def place(buffers: Sequence[Buffer]) -> Arena:
-    """Offsets by greedy first-fit under several orders; the lowest result, with its bound, is kept."""
-    orders: tuple[Callable[[Buffer], tuple[int, ...]], ...] = (
-        lambda b: (-b.nbytes, b.lower),
-        lambda b: (-b.nbytes * (b.upper - b.lower), b.lower),
-        lambda b: (b.lower - b.upper, -b.nbytes),
-        lambda b: (b.lower, -b.nbytes),
-    )
-    bound = lower_bound(tuple(buffers))
-    best: list[Placed] = []
-    best_height = -1
-    for order in orders:
-        placed = _first_fit(sorted(buffers, key=order))
-        height = max((p.offset + p.nbytes for p in placed), default=0)
-        if best_height < 0 or height < best_height:
-            best, best_height = placed, height
-        if best_height == bound:
-            break
-    return Arena(best_height, bound, ALIGNMENT, tuple(sorted(best, key=lambda p: (p.lower, p.offset, p.name))))
-
-
-def _first_fit(buffers: Sequence[Buffer]) -> list[Placed]:
-    """Put each buffer at the lowest offset that is free during its whole life (TFLite-Micro's planner)."""
-    placed: list[Placed] = []
-    for buffer in buffers:
-        offset = 0
-        neighbours = (p for p in placed if p.lower < buffer.upper and buffer.lower < p.upper)
-        for other in sorted(neighbours, key=lambda p: p.offset):
-            if offset + buffer.nbytes <= other.offset:
-                break
-            offset = max(offset, other.offset + other.nbytes)
-        placed.append(Placed(buffer.name, buffer.lower, buffer.upper, buffer.nbytes, offset))
-    return placed
 
 
 # Below this, a closer search for the arena costs more runs than it saves memory.
@@ -124,13 +96,27 @@ def arena_in_practice(planned: int, observed: int, fits: Callable[[int], bool], 
     """An arena in which the runtime's own online allocator completes a run, at most 5 % (or 64 KiB) above the
     smallest; the difference to the plan is the runtime's scratch and fragmentation.
 
-    Starts at the plan's height, or at the peak that the arena itself reported where that is higher (kernels also ask
-    for scratch); doubles what it adds until a run fits, then halves the gap. Raises BudgetError when no run fits
-    within `limit` bytes.
+    Lies between the plan's height and the peak that the arena itself reported, where that is higher: kernels also ask
+    for scratch, and an arena that grows hands out chunks that are larger than what was asked for. Where that is not
+    enough, doubles what it adds until a run fits; then halves the gap. Raises BudgetError when no run fits within
+    `limit` bytes.
     """
-    low = high = _aligned(max(planned, observed, ALIGNMENT))
-    if fits(high):
-        return high
+    low, high = _aligned(max(planned, ALIGNMENT)), _aligned(max(planned, observed, ALIGNMENT))
+    if low < high and fits(low):
+        return low
+    if not fits(high):
+        low, high = _doubling(high, fits, limit, planned)
+    while high - low > max(low // 20, SEARCH_STEP_BYTES):
+        middle = _aligned((low + high) // 2)
+        if fits(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _doubling(high: int, fits: Callable[[int], bool], limit: int, planned: int) -> tuple[int, int]:
+    """(an arena that is too small, one that is enough)."""
     extra = max(high // 20, SEARCH_STEP_BYTES)
     while True:
         low, high = high, _aligned(min(high + extra, limit))
@@ -140,15 +126,8 @@ def arena_in_practice(planned: int, observed: int, fits: Callable[[int], bool], 
                 "use smaller shapes, or choose a larger board",
             )
         if fits(high):
-            break
+            return low, high
         extra *= 2
-    while high - low > max(low // 20, SEARCH_STEP_BYTES):
-        middle = _aligned((low + high) // 2)
-        if fits(middle):
-            high = middle
-        else:
-            low = middle
-    return high
 
 
 def _aligned(nbytes: int) -> int:
@@ -238,6 +217,11 @@ def _spreads(count: int, streamed: int) -> Iterator[Residencies]:
     for shift in range(-(-count // streamed)):
         chosen = {(place + shift) % count for place in places}
         yield tuple(Residency.STREAMED if step in chosen else Residency.MAPPED for step in range(count))
+
+
+def beside_model(board: Board, slots: int, slot: int, inputs: int) -> int:
+    """What a running bundle takes that is neither weights nor activations (bytes), but for sessions and images."""
+    return board.memory.runtime_fixed_mib * MIB + SERVICE_BYTES + slots * (slot + BODY_COPIES * inputs)
 
 
 def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residencies: Residencies) -> MemoryPlan:

@@ -39,6 +39,9 @@ from compile.passes.normalize import (
     SortNodes,
 )
 from compile.passes.quantizers import QuantizeAtOnce
+from compile.passes.split.choose import choose_splits
+from compile.passes.split.pieces import Piece, cutting_links, pieces_of, wholes
+from compile.passes.split.plan import Splits
 from compile.passes.widen import holds_half
 from compile.quantize.schemes import SCHEMES, Scheme, choose_scheme
 from compile.quantize.source import check_scales
@@ -52,7 +55,7 @@ from compile.shapes import (
     largest_nbytes,
     sizes_at,
 )
-from compile.sizes import check_host_memory, check_inputs, check_sizes, segment_limit
+from compile.sizes import check_host_memory, check_inputs, check_sizes, largest_value, segment_limit
 from compile.source import Digests, SourceStamp
 from compile.verify import FLOAT_LIMIT, HALF_LIMIT, Link, verify, verify_rows
 from compile.writer import BundleWriter
@@ -230,6 +233,7 @@ class _Work:
     cuts: list[Cut]
     chosen: Cuts | None
     codes: dict[str, Codes]
+    pieces: dict[str, Piece]
     settings: dict[str, str]
     properties: dict[str, str]
     source_bytes: int
@@ -302,6 +306,9 @@ def _transform(
     made = {value.name or "" for node in model.graph for value in node.outputs}
     notes += run_passes(model, SIMPLIFY, dump)
     forms = SourceForms(source, options.shapes, made, None if dims else static_sizes(model))
+    splits = _split(model, forms, board, options, runtime, scheme, inputs)
+    run_passes(model, splits.passes)
+    notes += splits.notes
     for note in notes:
         progress.warn(note)
     runtime.check_operators(model)  # those of functions too, now
@@ -311,12 +318,12 @@ def _transform(
     ranges, found, calibration = _calibrate(model, inputs, forms, out, options, runtime, scheme, progress)
     notes += found
     lowered = runtime.lower(model, scheme, ranges)
-    codes = codes_of(model, forms.made)
+    codes, pieces = codes_of(model, forms.made), pieces_of(model, forms.made)
     run_passes(model, (RemoveDeadCode(), FixNames(), SortNodes(), QuantizeAtOnce()))
     properties = dict(model.metadata_props)
     _strip_metadata(model)
     recorded = options.recorded() | scheme.recorded() | calibration
-    cuts, chosen = _cut(model, forms, board, options, runtime, inputs, bool(scheme.matmul_bits), codes)
+    cuts, chosen = _cut(model, forms, board, options, runtime, inputs, bool(scheme.matmul_bits), codes, pieces)
     head = {"source": stamp.described(), "board": board_digest(board), "options": recorded, **_tools(runtime)}
     return _Work(
         name=name,
@@ -331,6 +338,7 @@ def _transform(
         cuts=cuts,
         chosen=chosen,
         codes=codes,
+        pieces=pieces,
         settings=runtime.session_settings(scheme),
         properties=properties,
         source_bytes=source_bytes,
@@ -342,6 +350,32 @@ def _transform(
         scheme_is_blocked=bool(scheme.matmul_bits),
         batch=batch,
     )
+
+
+def _split(
+    model: ir.Model,
+    forms: SourceForms,
+    board: Board,
+    options: Options,
+    runtime: Backend,
+    scheme: Scheme,
+    inputs: Contract,
+) -> Splits:
+    """How operators that do not fit alone are split; nothing where all fit."""
+    taken = sum(spec.max_nbytes for spec in inputs.inputs)
+    given = sum(forms.sizes.get(value.name or "", 0) for value in model.graph.outputs)
+    others = memory.beside_model(board, options.slots, taken + given, taken)
+    if options.recipe:
+        others += memory_bytes(options.recipe, inputs)
+
+    def lowered() -> ir.Model:
+        copy = model.clone()
+        runtime.lower(copy, scheme, {})
+        run_passes(copy, (RemoveDeadCode(),))
+        return copy
+
+    limit = segment_limit(options.host_memory)
+    return choose_splits(model, forms.sizes, board, others, limit, largest_value(options.host_memory), lowered)
 
 
 def _calibrate(
@@ -409,7 +443,10 @@ def _load_part(runtime: Backend, work: _Work, part: Part) -> Model:
 def _source_links(options: Options, runtime: Backend, work: _Work, parts: Sequence[Part]) -> list[Link]:
     """The source model as links that fit into the host's memory."""
     limit = segment_limit(options.host_memory)
-    chain = source_chain(work.forms, limit, runtime, work.source_bytes, work.half, _in_floats(work, parts))
+    made = _in_floats(work, parts)
+    whole = [Part(p.path, wholes(p.inputs, work.pieces), wholes(p.outputs, work.pieces)) for p in made]
+    chain = source_chain(work.forms, limit, runtime, work.source_bytes, work.half, whole)
+    chain += cutting_links([name for part in made for name in part.outputs], work.pieces)
     return [_bounded(options.host_memory, link) for link in chain]
 
 
@@ -510,6 +547,7 @@ def _cut(
     inputs: Contract,
     blocked: bool,
     codes: Mapping[str, Codes],
+    pieces: Mapping[str, Piece],
 ) -> tuple[list[Cut], Cuts | None]:
     """Segments small enough that the host can load one at a time, and the board hold two where it streams them."""
     limit, largest = segment_limit(options.host_memory), sizes_at(inputs.dims, "max")
@@ -532,6 +570,11 @@ def _cut(
         return segments(model, whole), None
     crossing = {name: size for name, size in forms.sizes.items() if name in forms.made}
     crossing |= {name: nbytes[name] for name in codes if codes[name].source in crossing and name in nbytes}
+    crossing |= {
+        name: -(-crossing[piece.whole] * (piece.stop - piece.start) // piece.size)
+        for name, piece in pieces.items()
+        if piece.whole in crossing
+    }
     chosen = choose_cuts(model, crossing, nbytes, options.wishes, limit, board, judge)
     return segments(model, chosen.ends), chosen
 

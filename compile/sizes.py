@@ -26,6 +26,11 @@ def _ceiling(board: Board) -> int:
     return min(budget_bytes(board), board.memory.contiguous_ceiling_mib * MIB)
 
 
+def largest_value(host_memory: int) -> int:
+    """The largest value that the compiler may compute, in bytes."""
+    return max(host_memory, _ROOM)
+
+
 def check_inputs(contract: Contract, board: Board, host_memory: int) -> None:
     """No input may be larger than the board allows, nor samples of all larger than this host may hold.
 
@@ -42,7 +47,7 @@ def check_inputs(contract: Contract, board: Board, host_memory: int) -> None:
         # Also of a tensor without elements: numpy counts them without the axes that have none.
         if math.prod(max(dim if isinstance(dim, int) else sizes[dim], 1) for dim in spec.shape) > 1 << 59:
             raise BudgetError(f"input {spec.describe()} has a shape that no memory could hold", _SMALLER)
-    held, room = _HELD * sum(spec.max_nbytes for spec in contract.inputs), max(host_memory, _ROOM)
+    held, room = _HELD * sum(spec.max_nbytes for spec in contract.inputs), largest_value(host_memory)
     if held > room:
         raise OptionError(
             f"the inputs take {human(held // _HELD)}, and samples of them {human(held)}; compiling may take "
@@ -56,7 +61,7 @@ def check_sizes(model: ir.Model, dims: dict[str, DimRange], board: Board, host_m
 
     Raises BudgetError, OptionError.
     """
-    ceiling, room, sizes = _ceiling(board), max(host_memory, _ROOM), sizes_at(dims, "max")
+    ceiling, room, sizes = _ceiling(board), largest_value(host_memory), sizes_at(dims, "max")
     for node in nodes_of(model):
         for value in node.outputs:
             size = largest_nbytes(value, sizes) or 0

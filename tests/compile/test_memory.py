@@ -83,6 +83,18 @@ def test_a_view_of_an_input_takes_nothing() -> None:
     assert [(b.name, b.nbytes) for b in activation_buffers(trace)] == [("y", 256)]
 
 
+def test_a_buffer_that_was_done_with_is_held_from_its_first_use_to_its_last() -> None:
+    """The runtime gives `c` the buffer of `a`; of the larger input that it could not have taken, nothing is held on."""
+    steps = (
+        step("1", "", "a", 1 << 10),
+        step("2", "a", "b", 4 << 10),
+        step("3", "b", "c", 1 << 10, 0),
+        step("4", "c", "d", 1 << 10),
+    )
+    found = {b.name: (b.lower, b.upper, b.nbytes) for b in activation_buffers(Trace(steps, {"d": 1 << 10}, 0))}
+    assert found == {"a": (0, 4, 1 << 10), "b": (1, 3, 4 << 10), "d": (3, 4, 1 << 10)}
+
+
 def test_an_output_lives_to_the_end_though_it_is_read_before() -> None:
     steps = (step("1", "x", "a", 256), step("2", "a", "b", 256), step("3", "b", "y", 256))
     buffers = activation_buffers(Trace(steps, {"y": 256, "a": 256}, 0))
@@ -107,6 +119,14 @@ def test_the_arena_that_is_certified_has_been_seen_to_work(planned: int, observe
     assert found in tried
     assert found <= max(planned + ALIGNMENT, observed + ALIGNMENT, needed * 1.06 + (1 << 16) + ALIGNMENT)
     assert len(tried) < 40
+
+
+@given(st.integers(1, 1 << 24), st.integers(1, 1 << 24), st.integers(0, 1 << 24))
+def test_an_arena_is_little_larger_than_the_smallest(planned: int, above: int, needed: int) -> None:
+    """Whatever peak an arena that grew has reported."""
+    found = arena_in_practice(planned, planned + above, lambda size: size >= needed, 2 << 30)
+    least = max(planned, needed)
+    assert needed <= found <= least + max(least // 20, 1 << 16) + 256
 
 
 def test_a_model_that_no_arena_holds_is_refused() -> None:

@@ -38,12 +38,13 @@ _PARTS = (2, 4, 8, 16, 32, 64)
 # Results that are another name of their first input.
 _VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
 # Kernels that write over an input which nobody reads later, where it has the result's size.
-_IN_PLACE = POINTWISE | {"Softmax", "LogSoftmax", "BatchNormalization"}
+_IN_PLACE = POINTWISE - {"Where", "Max", "Min", "Mean", "Sum"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Stuck:
-    """An operator that needs more than the budget (bytes), however it is split; the least budget, and why."""
+    """An operator that cannot be split far enough: bytes that it takes alone, the least that it is part of a fitting
+    whole with, and why."""
 
     operator: str
     nbytes: int
@@ -166,6 +167,12 @@ def _owner(
     return None
 
 
+def peak_bytes(model: ir.Model, sizes: Mapping[str, int]) -> int:
+    """The most that lives beside any node."""
+    live = live_bytes(_steps(model), sizes, [value.name or "" for value in model.graph.outputs])
+    return max((sum(held.values()) for held in live), default=0)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Region:
     """Nodes that could be computed by rows, in order; the last one's result leaves."""
@@ -229,7 +236,7 @@ class _RowPlanner:
                     )
                     break
             else:
-                stuck.append(Stuck(_named(node), peak, least, self._why(node)))
+                stuck.append(Stuck(_named(node), self._own_bytes(node), least, self._why(node)))
 
     # -- regions -----------------------------------------------------------------------------------------------------
 
@@ -290,8 +297,10 @@ class _RowPlanner:
         inside, result = region.inside, self.sizes.get(region.result, 0)
         entering = {value.name or "" for node in region.nodes for value in node.inputs if value is not None} - inside
         places = [at[node] for node in region.nodes]
+        # Slices without a halo are made at once, as the runtime's optimizer makes one Split of them.
+        sliced = {} if _has_halo(region) else _sliced(region, self.sizes)
         others = max(sum(n for name, n in live[p].items() if name not in inside | entering) for p in places)
-        enters = sum(self.sizes.get(name, 0) for name in entering)
+        enters = sum(self.sizes.get(name, 0) for name in entering) + sum(sliced.values())
         after = live[places[-1] + 1] if places[-1] + 1 < len(live) else {}
         stays = sum(n for name, n in after.items() if name not in inside)
         return others + enters + result, min(others + enters, stays) + 2 * result
@@ -319,6 +328,15 @@ class _RowPlanner:
                 steps.append(step)
         self.steps = steps
         self.split.update(region.nodes)
+
+    def _own_bytes(self, node: ir.Node) -> int:
+        """What the node takes alone; nothing where the host could not compute it either."""
+        read, made = (
+            sum(self.sizes.get(value.name or "", 0) for value in values)
+            for values in (dict.fromkeys(reads(node)), node.outputs)
+        )
+        alone = max(read, made) if node.op_type in (*_VIEWS, *_IN_PLACE) else read + made
+        return alone if alone <= self.host else 0
 
     def _why(self, node: ir.Node) -> str:
         """Why no region helped."""
@@ -357,6 +375,20 @@ def _band(region: _Region, parts: int, at: int, sizes: Mapping[str, int], table:
         in_place = node.op_type in _IN_PLACE
         steps.append(_Step(tuple(dict.fromkeys(inputs)), (f"{made.name}@{at}",), node, in_place=in_place))
     return steps
+
+
+def _has_halo(region: _Region) -> bool:
+    return any(node.op_type in ("Conv", "MaxPool", "AveragePool") for node in region.nodes)
+
+
+def _sliced(region: _Region, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of each value from outside that is read by rows."""
+    found: dict[str, int] = {}
+    for node in region.nodes:
+        for value, rows in zip(node.inputs, needed(node, region.axis, (0, 1)), strict=True):
+            if value is not None and rows is not None and value.name not in region.inside:
+                found[value.name or ""] = sizes.get(value.name or "", 0)
+    return found
 
 
 def _rows_bytes(value: ir.Value, axis: int, rows: tuple[int, int], sizes: Mapping[str, int], parts: int) -> int:
