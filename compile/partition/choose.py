@@ -54,15 +54,17 @@ class Wishes:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What the board makes of a partition: bytes by which its plan exceeds the budget (0: it fits), of each segment the
-    bytes that every pass reads (0: it stays in memory), and the bytes left for weights and activations.
+    """What the board makes of a partition: bytes by which its plan exceeds the budget (0: it fits), and of each segment
+    the bytes that every pass reads (0: it stays in memory).
 
-    `read` is empty where all segments stay.
+    `read` is empty where all segments stay. Else `room` are the bytes left for weights and activations, `whole` what
+    a pass would read if nothing stayed.
     """
 
     excess: int
     read: tuple[int, ...] = ()
     room: int = 0
+    whole: int = 0
 
     @classmethod
     def of(cls, plan: MemoryPlan) -> Outcome:
@@ -73,7 +75,8 @@ class Outcome:
         sizes, streamed = plan.sweep.segment_bytes, plan.sweep.streamed
         by_cuts = ("mapped_weights", "activations")
         others = sum(term.nbytes for term in plan.phase("run").terms if term.name not in by_cuts)
-        return cls(excess, tuple(n if at in streamed else 0 for at, n in enumerate(sizes)), plan.budget_bytes - others)
+        read = tuple(nbytes if at in streamed else 0 for at, nbytes in enumerate(sizes))
+        return cls(excess, read, plan.budget_bytes - others, sum(sizes))
 
 
 Judge = Callable[[Sequence[int]], Outcome]
@@ -107,10 +110,9 @@ def choose_cuts(
         cuts = best_cuts(order, rules, rates)
     except NoCutsError:
         raise _unkeepable(wishes, order, limit) from None
-    outcome = judge(cuts.ends)
-    if not outcome.read:
+    if not judge(cuts.ends).read:
         return cuts
-    found = _streamed(order, rules, rates, outcome.room, judge)
+    found = _streamed(order, rules, rates, judge)
     if found.excess:
         found, at = _leanest(order, rules, rates, judge, found)
         budget = budget_bytes(board)
@@ -132,17 +134,16 @@ class _Streamed:
     cuts: Cuts = dataclasses.field(compare=False)
 
 
-def _streamed(order: Order, rules: Rules, rates: Rates, room: int, judge: Judge) -> _Streamed:
+def _streamed(order: Order, rules: Rules, rates: Rates, judge: Judge) -> _Streamed:
     """Of the best cuts that read ahead in the whole room, and of those under ever smaller limits, the ones that cost
     least with what the board then holds and streams.
 
     Small segments let it hold more and stream less; each of them costs a start and copies of what crosses.
     """
-    total = _weight_bytes(order, 0, len(order.positions))
+    total, whole = _weight_bytes(order, 0, len(order.positions)), judge([len(order.positions)])
     limits = [min(rules.segment or total, int(total / 2 ** (step / 2))) for step in range(LIMITS)]
-    tried = [Rules(Loading.AHEAD, room, rules.segment, rules.count, rules.forced)]
+    tried = [Rules(Loading.AHEAD, whole.room, rules.segment, rules.count, rules.forced)]
     tried += [dataclasses.replace(rules, segment=limit) for limit in dict.fromkeys(limits)]
-    # For each list of ends its cuts, and what they cost apart from loading.
     found: dict[tuple[int, ...], _Streamed] = {}
     greedy: list[_Streamed] = []
     for each in tried:
@@ -161,7 +162,7 @@ def _streamed(order: Order, rules: Rules, rates: Rates, room: int, judge: Judge)
         best.cost_ns,
         baseline.cuts.ends if baseline else best.cuts.greedy_ends,
         baseline.cost_ns if baseline and fits else None,
-        bound_ns(order, rules, rates, room),
+        bound_ns(order, rules, rates, max(whole.whole - whole.room, 0)),
         exact=False,
     )
     return _Streamed(best.excess, best.cost_ns, cuts)

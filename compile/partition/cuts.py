@@ -105,7 +105,7 @@ def best_cuts(order: Order, rules: Rules, rates: Rates, most: int | None = None)
         problem.cost(chosen),
         tuple(greedy),
         problem.judge([problem.tables.bounds.index(end) for end in (0, *greedy)]),
-        problem.bound(),
+        bound_ns(order, rules, rates, 0 if rules.loading is Loading.KEPT else int(problem.tables.streamed[0, -1])),
         exact=len(ends) == len(legal),
     )
 
@@ -120,12 +120,11 @@ def least_budget(order: Order, rules: Rules, rates: Rates, most: int | None = No
     return problem.least_budget(order)
 
 
-def bound_ns(order: Order, rules: Rules, rates: Rates, budget: int) -> int:
-    """No cuts and no choice of what stays cost less: all of the budget keeps weights, all work hides loading."""
-    total = sum({name: nbytes for position in order.positions for name, nbytes in position.weights}.values())
+def bound_ns(order: Order, rules: Rules, rates: Rates, streamed: int) -> int:
+    """No cuts cost less where each pass must read `streamed` bytes: all work hides loading, and nothing is copied."""
     hidden = 0 if rules.loading is Loading.ALONE else sum(order.work_ns)
     fewest = max(rules.count or 1, len(rules.forced - {len(order.positions)}) + 1)
-    return fewest * rates.launch_ns + max(math.floor(max(total - budget, 0) / rates.storage * 1e9) - hidden, 0)
+    return fewest * rates.launch_ns + max(math.floor(streamed / rates.storage * 1e9) - hidden, 0)
 
 
 def _greedy_limit(order: Order, rules: Rules) -> int:
@@ -248,15 +247,6 @@ class _Problem:
         budget, count = self._rules.budget, self._rules.count
         keeps = all(self._may[part] for part in parts) and count in (None, len(parts))
         return self.cost(chosen) if keeps and (budget is None or max(self.needs(chosen)) <= budget) else None
-
-    def bound(self) -> int:
-        """No partition costs less (ns): every streamed weight is loaded once, and work hides no more than it takes."""
-        end = self.tables.bounds[-1]
-        fewest = max(self._rules.count or 1, len(self._rules.forced - {end}) + 1)
-        loading = int(self._load[0, -1])
-        if self._rules.loading is Loading.AHEAD:
-            loading = max(loading - int(self.tables.work_ns[0, -1]), 0)
-        return fewest * self._rates.launch_ns + loading
 
     def least_budget(self, order: Order) -> tuple[int, int] | None:
         """See the function of that name."""

@@ -43,7 +43,7 @@ def pin(order: Order, rules: Rules, rates: Rates, most: int | None = None) -> Pi
             pinned, cuts = pinned | {name}, found
     if cuts is None:
         raise NoCutsError
-    return Pinning(pinned, cuts, bound_ns(order, rules, rates, rules.budget))
+    return Pinning(pinned, cuts, bound_ns(order, rules, rates, max(sum(_sizes(order).values()) - rules.budget, 0)))
 
 
 def _tried(order: Order, cuts: Cuts | None, rules: Rules) -> list[str]:
