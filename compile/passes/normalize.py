@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import onnx
@@ -103,10 +103,18 @@ class InferShapes(Pass):
 
     Shapes are inferred anew: the exporter's names are older than the ranges bound since, and some say what is not so,
     which a runtime only notices where a segment takes the value as its input. What inference cannot find out stays as
-    the exporter said.
+    the exporter said. Of a graph that is as the pass left it, nothing more is found out.
     """
 
     def apply(self, model: ir.Model) -> Sequence[str]:
+        if model.meta.get(_INFERRED) == _structure(model):
+            return ()
+        notes = self._infer(model)
+        # What is found out inside of bodies may say more of the nodes that they belong to.
+        model.meta[_INFERRED] = _structure(model) if len(graphs_of(model)) == 1 else None
+        return notes
+
+    def _infer(self, model: ir.Model) -> Sequence[str]:
         declared = {v: v.shape for node in model.graph for v in node.outputs if v.shape is not None}
         untyped = {value for node in nodes_of(model) for value in node.outputs if value.type is None}
         for value in declared:
@@ -135,6 +143,28 @@ class InferShapes(Pass):
             return ()
         more = f" and {len(wrong) - 2} more" if len(wrong) > 2 else ""
         return [f"the model states shapes that do not follow from its inputs: {'; '.join(wrong[:2])}{more}"]
+
+
+_INFERRED = "tightfit.inferred"
+"""Key of what `InferShapes` left, in the metadata of passes, which are not written."""
+
+
+def _structure(model: ir.Model) -> list[object]:
+    """What shapes follow from, and those that were found: equal where no pass has changed anything since."""
+
+    def described(values: Iterable[ir.Value]) -> list[object]:
+        return [(value.name, value.dtype, None if value.shape is None else tuple(value.shape)) for value in values]
+
+    return described(model.graph.inputs) + [
+        (
+            node.domain,
+            node.op_type,
+            [value.name if value is not None else None for value in node.inputs],
+            list(node.attributes.values()),
+            described(node.outputs),
+        )
+        for node in model.graph
+    ]
 
 
 # Beyond this, products of sizes overflow in what computes with them.

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 from compile.errors import ModelError
 from compile.graph import FreshNames, ir, load_model, nodes_of
 from compile.passes.base import run_passes
-from compile.passes.normalize import AlignBroadcasts, LiftConstants, LiftOpset, RemoveDeadCode, SortNodes
+from compile.passes.normalize import AlignBroadcasts, InferShapes, LiftConstants, LiftOpset, RemoveDeadCode, SortNodes
 from tests.support.models import Array, emit, external, init, model, node, normal, prepared, run, save, value
 
 BOOL, INT64, STRING = TensorProto.BOOL, TensorProto.INT64, TensorProto.STRING
@@ -213,3 +213,23 @@ def test_fresh_names_differ_from_all_and_from_each_other(tmp_path: Path) -> None
     assert [names.make("w"), names.make("w"), names.make("inner"), names.make("free")] == [
         "w_2", "w_3", "inner_1", "free",
     ]  # fmt: skip
+
+
+def test_shapes_are_inferred_again_where_something_has_changed(tmp_path: Path) -> None:
+    nodes = [node("Transpose", ["x"], ["a"], perm=[0, 2, 1]), node("Relu", ["a"], ["y"])]
+    graph = load_model(save(tmp_path, model(nodes, [value("x", [2, 3, 4])], [value("y", None)])))
+    turn, relu = graph.graph
+
+    def inferred() -> list[object]:
+        run_passes(graph, [InferShapes()])
+        return [list(made.outputs[0].shape or ()) for made in (turn, relu)]
+
+    assert inferred() == inferred() == [[2, 4, 3]] * 2
+    turn.attributes["perm"] = ir.AttrInt64s("perm", [2, 1, 0])
+    assert inferred() == [[4, 3, 2]] * 2
+    relu.replace_input_with(0, graph.graph.inputs[0])
+    assert inferred() == [[4, 3, 2], [2, 3, 4]]
+    graph.graph.inputs[0].shape = ir.Shape([5, 6, 7])
+    assert inferred() == [[7, 6, 5], [5, 6, 7]]
+    turn.outputs[0].shape = None
+    assert inferred() == [[7, 6, 5], [5, 6, 7]]
