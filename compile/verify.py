@@ -221,12 +221,14 @@ def _verify_link(
 
 @contextlib.contextmanager
 def _unlike_the_source(link: Link) -> Iterator[None]:
-    """The source has run on these values: where what was made of it does not, it was made wrong."""
+    """The source has run on these values: where what was made of it does not, it was made wrong, or sizes that are
+    fixed now contradict each other, which a runtime may not notice while they are open."""
     try:
         yield
     except VerificationError as error:
         raise VerificationError(
-            f"segment {link.name} does not do what the source model does: {error.message}", "please report this"
+            f"segment {link.name} does not do what the source model does: {error.message}",
+            "if inputs of these shapes are right for the model, please report this",
         ) from None
 
 
