@@ -27,6 +27,7 @@ from compile.dump import check_pass_name, dump_after
 from compile.errors import DataError, ModelError, OptionError, VerificationError
 from compile.forms import NORMALIZE, SIMPLIFY, SOURCE_FORM, SourceForms, link_limit, source_chain
 from compile.graph import initializers, ir, load_model, weight_nbytes
+from compile.packing.place import place
 from compile.partition.choose import Outcome, Wishes, choose_cuts
 from compile.partition.codes import Codes, InFloats, codes_of, in_floats
 from compile.partition.cuts import Cuts
@@ -495,7 +496,7 @@ def _plan(
     """Observe one run at the largest shapes, and make contract, residency and certificate of what was seen."""
     largest, trace = _observed(runtime, work, parts)
     contract = build_contract(work.model, work.dims, trace.output_nbytes, batch)
-    arena = memory.place(memory.activation_buffers(trace))
+    arena = place(memory.activation_buffers(trace))
     practical = memory.arena_in_practice(
         arena.height,
         trace.peak,

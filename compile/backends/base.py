@@ -146,8 +146,9 @@ class Backend(Protocol):
     ) -> bool:
         """Whether such a run ends inside an arena of that many bytes."""
 
-    def weight_footprint(self, model: ir.Model) -> WeightFootprint:
-        """Where the runtime will keep the weights of a lowered graph once it has loaded it."""
+    def weight_footprint(self, model: ir.Model, start: int = 0, end: int | None = None) -> WeightFootprint:
+        """Where the runtime will keep the weights of a lowered graph, or of its nodes [start, end), once it has loaded
+        it."""
 
     def version(self) -> str:
         """Version of the runtime."""

@@ -7,11 +7,12 @@ kernels that prepack own a copy and drop the mapping of their source; everything
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
 from compile.backends.base import WeightFootprint
-from compile.graph import constant, dims_of, ir, nodes_of
+from compile.graph import bodies_of, constant, dims_of, ir
 from compile.writer import INLINE_BYTES
 
 # Graph, kernel and execution-plan objects of one node: 5.0 to 6.2 KiB over models of 227 to 1764 nodes.
@@ -44,15 +45,16 @@ class _Weights:
     widened: int = 0
 
 
-def weight_footprint(model: ir.Model) -> WeightFootprint:
-    """Bytes on the heap and in the mapping; a weight that one user copies and another maps counts twice.
+def weight_footprint(model: ir.Model, start: int = 0, end: int | None = None) -> WeightFootprint:
+    """Bytes on the heap and in the mapping; a weight that one user copies and another maps counts twice. Of the nodes
+    [start, end) in the model's order, where not all of them are asked for.
 
     The optimizer lays out filters first, one at a time; then kernels, one at a time, the other weights they copy.
     """
     found = _Weights()
     nodes = 0
     indexes = False
-    for node in nodes_of(model):
+    for node in _within(model, start, end):
         nodes += 1
         copied = dict(_copied(node))
         indexes |= node.op_type in _FROM_ARENA and bool(copied)
@@ -62,6 +64,14 @@ def weight_footprint(model: ir.Model) -> WeightFootprint:
                 continue
             _count(found, node, index, value.name or "", tensor.nbytes, copied.get(index))
     return _summary(found, nodes, indexes)
+
+
+def _within(model: ir.Model, start: int, end: int | None) -> Iterator[ir.Node]:
+    """Nodes of the graph, those of their bodies included."""
+    for node in itertools.islice(model.graph, start, end):
+        yield node
+        for body in bodies_of(node):
+            yield from ir.traversal.RecursiveGraphIterator(body)
 
 
 def _count(found: _Weights, node: ir.Node, index: int, name: str, nbytes: int, copy: int | None) -> None:

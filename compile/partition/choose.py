@@ -18,9 +18,8 @@ from targets.budget import MemoryPlan, budget_bytes
 from targets.errors import BudgetError, did_you_mean
 from targets.tensor import human
 
-# Limits of a segment's weights that are tried for a board that streams: each about 0.7 of the one before, the least one
-# 64th of all weights.
-LIMITS = 13
+# Limits of a segment's weights that are tried for a board that streams: each half of the one before, from all on.
+LIMITS = 7
 MOST_SEGMENTS = 99
 """A person can ask for: segment files are numbered in two digits, and the work of choosing grows with their number."""
 
@@ -110,9 +109,10 @@ def choose_cuts(
         cuts = best_cuts(order, rules, rates)
     except NoCutsError:
         raise _unkeepable(wishes, order, limit) from None
-    if not judge(cuts.ends).read:
+    whole = judge([len(nodes)])
+    if not whole.excess or not whole.read:
         return cuts
-    found = _streamed(order, rules, rates, judge)
+    found = _streamed(order, rules, rates, whole, judge)
     if found.excess:
         found, at = _leanest(order, rules, rates, judge, found)
         budget = budget_bytes(board)
@@ -134,14 +134,14 @@ class _Streamed:
     cuts: Cuts = dataclasses.field(compare=False)
 
 
-def _streamed(order: Order, rules: Rules, rates: Rates, judge: Judge) -> _Streamed:
+def _streamed(order: Order, rules: Rules, rates: Rates, whole: Outcome, judge: Judge) -> _Streamed:
     """Of the best cuts that read ahead in the whole room, and of those under ever smaller limits, the ones that cost
     least with what the board then holds and streams.
 
     Small segments let it hold more and stream less; each of them costs a start and copies of what crosses.
     """
-    total, whole = _weight_bytes(order, 0, len(order.positions)), judge([len(order.positions)])
-    limits = [min(rules.segment or total, int(total / 2 ** (step / 2))) for step in range(LIMITS)]
+    total = _weight_bytes(order, 0, len(order.positions))
+    limits = [min(rules.segment or total, total >> step) for step in range(LIMITS)]
     tried = [Rules(Loading.AHEAD, whole.room, rules.segment, rules.count, rules.forced)]
     tried += [dataclasses.replace(rules, segment=limit) for limit in dict.fromkeys(limits)]
     found: dict[tuple[int, ...], _Streamed] = {}

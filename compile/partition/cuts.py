@@ -185,7 +185,7 @@ class _Problem:
             # Nothing runs that its loading could hide under.
             least, chosen = int(self._own[0, end] + self._load[0, end]), [0, end]
         for first in range(1, end):
-            if self._may[0, first] and self._need[0, first] <= budget and self._own[0, first] < least:
+            if self._may[0, first] and self._need[0, first] <= budget:
                 cost, found = self._from(first, budget)
                 if cost < least:
                     least, chosen = cost, found

@@ -12,54 +12,20 @@ from hypothesis import strategies as st
 
 from compile.backends.base import Step, Trace, WeightFootprint
 from compile.memory import (
-    ALIGNMENT,
     PREFERENCE,
     SERVICE_BYTES,
     Footprint,
     activation_buffers,
     arena_in_practice,
     choose,
-    place,
     plan,
 )
-from targets.arena import Buffer, check_arena, lower_bound
+from compile.packing.place import ALIGNMENT, place
+from targets.arena import Buffer
 from targets.board import MIB, Board, load_board
 from targets.budget import FINALISE, budget_bytes, check_plan
 from targets.bundle import Residency
 from targets.errors import BudgetError
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[Buffer, ...]:
-    spans = draw(
-        st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.integers(0, 40)), min_size=0, max_size=40)
-    )
-    return tuple(Buffer(f"b{i}", low, low + span, n * ALIGNMENT) for i, (low, span, n) in enumerate(spans))
-
-
-def greedy_by_size(buffers: tuple[Buffer, ...]) -> int:
-    """Height of the plain greedy-by-size plan, written apart from the planner: every offset is tried."""
-    placed: list[tuple[Buffer, int]] = []
-    for buffer in sorted(buffers, key=lambda b: (-b.nbytes, b.lower)):
-        live = [(b, at) for b, at in placed if b.lower < buffer.upper and buffer.lower < b.upper]
-        for offset in sorted({0, *(at + b.nbytes for b, at in live)}):
-            if all(offset + buffer.nbytes <= at or at + b.nbytes <= offset for b, at in live):
-                placed.append((buffer, offset))
-                break
-    return max((at + b.nbytes for b, at in placed), default=0)
-
-
-@given(problems())
-def test_every_plan_holds_and_is_no_worse_than_greedy(buffers: tuple[Buffer, ...]) -> None:
-    arena = place(buffers)
-    check_arena(arena)
-    assert lower_bound(buffers) <= arena.height <= greedy_by_size(buffers)
-    assert sorted(p.name for p in arena.buffers) == sorted(b.name for b in buffers)
-    by_name = {b.name: b for b in buffers}
-    for placed in arena.buffers:
-        wanted = by_name[placed.name]
-        assert (placed.lower, placed.upper, placed.nbytes) == (wanted.lower, wanted.upper, wanted.nbytes)
-    assert place(tuple(reversed(buffers))).height >= arena.lower_bound
 
 
 def step(name: str, reads: str, writes: str, size: int, allocated: int | None = None, inner: bool = False) -> Step:
