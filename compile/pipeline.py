@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -558,16 +559,15 @@ def _cut(
     slot = taken + sum(nbytes.get(value.name or "", 0) for value in model.graph.outputs)
     images = (memory_bytes(options.recipe, inputs), options.recipe.decode.max_bytes) if options.recipe else ()
     active = peak_bytes(order_of(model, {}, nbytes, [0] * len(model.graph)))
-    arena = Arena(active, active, memory.ALIGNMENT, ())
+    arena = Arena(active, active, 1, ())
 
     def judge(ends: Sequence[int]) -> Outcome:
-        parts = segments(model, ends)
-        weights = [runtime.weight_footprint(extract(model, p) if len(parts) > 1 else model) for p in parts]
+        weights = [runtime.weight_footprint(model, *part) for part in itertools.pairwise((0, *ends))]
         needs = memory.Footprint(weights, 0, slot, taken, *images)
         return Outcome.of(memory.choose(board, arena, needs, options.slots, options.residency, blocked)[1])
 
     whole = [len(model.graph)]
-    if total <= limit and not options.wishes.recorded() and not judge(whole).read:
+    if total <= limit and not options.wishes.recorded() and not judge(whole).excess:
         return segments(model, whole), None
     crossing = {name: size for name, size in forms.sizes.items() if name in forms.made}
     crossing |= {name: nbytes[name] for name in codes if codes[name].source in crossing and name in nbytes}
