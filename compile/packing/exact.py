@@ -28,260 +28,317 @@ ASPLOS 2023; J. Carlier and E. Pinson, "An algorithm for solving the job-shop pr
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
+
+from compile.packing.problem import Ints, Problem
 
 FOUND, NONE, UNKNOWN = 1, 0, -1
 
 MOST_FAILED = 1 << 20
 """Failed states that are kept: 8 MiB."""
 
+MOST_CHANGES = 1 << 22
+"""Changes on the way to a node that can be taken back: 64 MiB."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _compiled(function: F) -> F:
+    return cast(F, njit(function))
+
+
+def _kept(function: F) -> F:
+    """Compiled, which takes seconds, and kept beside this file or in the user's cache, where one can be written."""
+    try:
+        return cast(F, njit(cache=True)(function))
+    except RuntimeError:
+        return _compiled(function)
+
 
 class _State(NamedTuple):
-    """Arrays over buffers (in order of preference), over sections, and the trail of what was overwritten."""
+    """Arrays: over buffers, in order of preference; over sections; and the trail of what was overwritten."""
 
-    begin: np.ndarray
-    end: np.ndarray
-    size: np.ndarray
-    least: np.ndarray
-    placed: np.ndarray
-    by_least: np.ndarray
-    top: np.ndarray
-    floor: np.ndarray
-    fill: np.ndarray
-    total: np.ndarray
-    waiting: np.ndarray
-    across: np.ndarray
-    choices: np.ndarray
-    uneven: np.ndarray
-    lowest_end: np.ndarray
-    second_end: np.ndarray
-    trail_at: np.ndarray
-    trail_was: np.ndarray
+    begin: Ints
+    end: Ints
+    size: Ints
+    offset: Ints
+    least: Ints
+    by_least: Ints
+    live: Ints
+    twin: Ints
+    placed: NDArray[np.bool_]
+    top: Ints
+    floor: Ints
+    fill: Ints
+    total: Ints
+    waiting: Ints
+    across: Ints
+    choices: Ints
+    lowest_end: Ints
+    second_end: Ints
+    uneven: NDArray[np.bool_]
+    trail_at: Ints
+    trail_was: Ints
 
 
-@njit(cache=True)
-def _mixed(x):
-    x = np.uint64(x)
+def _state(problem: Problem) -> _State:
+    begin, end, size = (np.ascontiguousarray(each) for each in (problem.begin, problem.end, problem.size))
+    n, sections = len(size), problem.sections
+    (least, live), twin, offset = np.zeros((2, n), np.int64), np.full(n, -1), np.full(n, -1)
+    state = _State._make(
+        [
+            *(begin, end, size, offset, least, np.arange(n), live, twin, np.zeros(n, np.bool_)),
+            *np.zeros((9, sections), np.int64),
+            np.zeros(sections, np.bool_),
+            *np.empty((2, min((4 * n + 2) * (n + 8), MOST_CHANGES)), np.int64),
+        ]
+    )
+    last: dict[tuple[int, int, int], int] = {}
+    for buffer, same in enumerate(zip(begin.tolist(), end.tolist(), size.tolist(), strict=True)):
+        state.waiting[same[0] : same[1]] += 1
+        state.across[same[0] + 1 : same[1]] += 1
+        twin[buffer] = last.get(same, -1)
+        last[same] = buffer
+    return state
+
+
+class _Path(NamedTuple):
+    """Of the node at each depth: the sections it is about, where it branches, at which floor, the decision it is at
+    (-1 before the first, the number of buffers where nothing stands at the floor), the trail's length when it began
+    and before the decision, and the hash of its state."""
+
+    begin: Ints
+    end: Ints
+    branch: Ints
+    floor: Ints
+    decision: Ints
+    start: Ints
+    mark: Ints
+    hash: NDArray[np.uint64]
+
+
+def _path(depths: int) -> _Path:
+    return _Path._make([*np.zeros((7, depths), np.int64), np.zeros(depths, np.uint64)])
+
+
+@_compiled
+def _mixed(x: np.uint64) -> np.uint64:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: np.uint64 = x ^ (x >> np.uint64(31))
+    return mixed
 
 
-@njit(cache=True)
-def _sort(state):
-    """Insertion sort: little has moved since the last node."""
-    order, least = state.by_least, state.least
-    for i in range(order.size):
-        buffer = order[i]
+@_compiled
+def _sort(buffers: Ints, least: Ints) -> None:
+    """Insertion sort by `least`, in place: little has moved since the last node."""
+    for i in range(1, buffers.size):
+        buffer = buffers[i]
         j = i
-        while j and least[order[j - 1]] > least[buffer]:
-            order[j] = order[j - 1]
+        while j and least[buffers[j - 1]] > least[buffer]:
+            buffers[j] = buffers[j - 1]
             j -= 1
-        order[j] = buffer
+        buffers[j] = buffer
 
 
-@njit(cache=True)
-def _raise_least(state, buffer, offset, mark):
-    state.trail_at[mark] = buffer
-    state.trail_was[mark] = state.least[buffer]
-    state.least[buffer] = offset
-    return mark + 1
+@_compiled
+def _live(state: _State, a: int, b: int) -> Ints:
+    """The buffers that are not placed and stand in the sections [a, b), by their least offset."""
+    begin, end, placed, live, order = state.begin, state.end, state.placed, state.live, state.by_least
+    _sort(order, state.least)
+    count = 0
+    for buffer in order:
+        if not placed[buffer] and a <= begin[buffer] and end[buffer] <= b:
+            live[count] = buffer
+            count += 1
+    return live[:count]
 
 
-@njit(cache=True)
-def _not_first(state, a, b, ceiling, mark):
+@_compiled
+def _not_first(state: _State, live: Ints, a: int, b: int, ceiling: int, mark: int) -> int:
     """Raise what cannot be the lowest of a section to the lowest end of another one there."""
+    begin, end, size, least = state.begin, state.end, state.size, state.least
+    total, lowest, second = state.total, state.lowest_end, state.second_end
     for section in range(a, b):
-        state.lowest_end[section] = state.second_end[section] = ceiling + 1
-        state.total[section] = 0
-    for buffer in state.by_least:
-        if state.placed[buffer] or state.begin[buffer] < a or state.end[buffer] > b:
-            continue
-        stop = state.least[buffer] + state.size[buffer]
-        for section in range(state.begin[buffer], state.end[buffer]):
-            state.total[section] += state.size[buffer]
-            if stop < state.lowest_end[section]:
-                state.second_end[section] = state.lowest_end[section]
-                state.lowest_end[section] = stop
-            elif stop < state.second_end[section]:
-                state.second_end[section] = stop
-    for buffer in state.by_least:
-        if state.placed[buffer] or state.begin[buffer] < a or state.end[buffer] > b:
-            continue
-        least = state.least[buffer]
-        stop = least + state.size[buffer]
-        for section in range(state.begin[buffer], state.end[buffer]):
-            if state.least[buffer] + state.total[section] > ceiling:
-                other = state.second_end[section] if state.lowest_end[section] == stop else state.lowest_end[section]
-                least = max(least, other)
-        if least > state.least[buffer]:
-            mark = _raise_least(state, buffer, least, mark)
+        total[section] = 0
+        lowest[section] = second[section] = ceiling + 1
+    for buffer in live:
+        stop = least[buffer] + size[buffer]
+        for section in range(begin[buffer], end[buffer]):
+            total[section] += size[buffer]
+            if stop < lowest[section]:
+                second[section] = lowest[section]
+                lowest[section] = stop
+            elif stop < second[section]:
+                second[section] = stop
+    for buffer in live:
+        stop = least[buffer] + size[buffer]
+        raised = least[buffer]
+        for section in range(begin[buffer], end[buffer]):
+            if least[buffer] + total[section] > ceiling:
+                raised = max(raised, second[section] if lowest[section] == stop else lowest[section])
+        if raised > least[buffer]:
+            mark = _change(least, buffer, raised, state.trail_at, state.trail_was, buffer, mark)
     return mark
 
 
-@njit(cache=True)
-def _fills(state, a, b, ceiling):
+@_compiled
+def _change(values: Ints, at: int, value: int, trail_at: Ints, trail_was: Ints, name: int, mark: int) -> int:
+    trail_at[mark], trail_was[mark] = name, values[at]
+    values[at] = value
+    return mark + 1
+
+
+@_compiled
+def _fills(state: _State, live: Ints, a: int, b: int, ceiling: int) -> bool:
     """Floor and fill of the sections [a, b); whether all stay below the ceiling."""
-    state.floor[a:b] = -1
-    state.fill[a:b] = 0
-    for buffer in state.by_least:
-        if state.placed[buffer] or state.begin[buffer] < a or state.end[buffer] > b:
-            continue
-        least, size = state.least[buffer], state.size[buffer]
-        for section in range(state.begin[buffer], state.end[buffer]):
-            if state.floor[section] < 0:
-                state.floor[section] = least
-            state.fill[section] = max(state.fill[section], least) + size
-            if state.fill[section] > ceiling:
+    begin, end, size, least, floor, fill = state.begin, state.end, state.size, state.least, state.floor, state.fill
+    for section in range(a, b):
+        floor[section], fill[section] = -1, 0
+    for buffer in live:
+        for section in range(begin[buffer], end[buffer]):
+            if floor[section] < 0:
+                floor[section] = least[buffer]
+            fill[section] = max(fill[section], least[buffer]) + size[buffer]
+            if fill[section] > ceiling:
                 return False
     return True
 
 
-@njit(cache=True)
-def _hash(state, a, b):
+@_compiled
+def _hash(state: _State, live: Ints, a: int, b: int) -> np.uint64:
     """Of all that the rest of the search in [a, b) depends on."""
-    mixed = np.uint64(0)
-    for buffer in range(state.size.size):
-        if not state.placed[buffer] and a <= state.begin[buffer] and state.end[buffer] <= b:
-            mixed ^= _mixed(np.uint64(buffer + 1) * np.uint64(0x9E3779B97F4A7C15))
+    top, floor = state.top, state.floor
+    mixed: np.uint64 = np.uint64(0)
+    for buffer in live:
+        mixed ^= _mixed(np.uint64(buffer + 1) * np.uint64(0x9E3779B97F4A7C15))
     for section in range(a, b):
-        level = _mixed(np.uint64(state.floor[section])) ^ (np.uint64(state.top[section]) + np.uint64(1) << np.uint64(1))
-        mixed ^= _mixed(level ^ _mixed(np.uint64(section + 1) * np.uint64(0xD1342543DE82EF95)))
+        here = _mixed(np.uint64(section + 1) * np.uint64(0xD1342543DE82EF95))
+        mixed ^= _mixed(_mixed(here ^ np.uint64(floor[section])) ^ np.uint64(top[section]))
     return mixed
 
 
-@njit(cache=True)
-def _choose(state, a, b, ceiling, rule, favour):
+@_compiled
+def _choose(state: _State, live: Ints, a: int, b: int, ceiling: int, rule: int, favour: Ints) -> int:
     """The section to branch on, -1 if a buffer fits into a hole below the floors."""
-    state.choices[a:b] = 0
-    state.uneven[a:b] = False
-    for buffer in state.by_least:
-        if state.placed[buffer] or state.begin[buffer] < a or state.end[buffer] > b:
-            continue
-        ground, roof = np.int64(0), ceiling
-        for section in range(state.begin[buffer], state.end[buffer]):
-            ground = max(ground, state.top[section])
-            roof = min(roof, state.floor[section])
-        if ground + state.size[buffer] <= roof:
-            return -1
-        least = state.least[buffer]
-        for section in range(state.begin[buffer], state.end[buffer]):
-            if state.floor[section] == least:
-                if roof == least:
-                    state.choices[section] += 1
-                else:
-                    state.uneven[section] = True
-    best, least_key = -1, (np.int64(0), np.int64(0), np.int64(0))
+    begin, end, size, least = state.begin, state.end, state.size, state.least
+    top, floor, fill, choices, uneven = state.top, state.floor, state.fill, state.choices, state.uneven
     for section in range(a, b):
-        if state.uneven[section]:
-            continue
-        slack = ceiling - state.fill[section]
-        choices = 2 * state.choices[section] + (slack > 0)
-        floor = state.floor[section]
-        if rule == 0:
-            key = (choices, slack, favour[section])
-        elif rule == 1:
-            key = (choices, floor, favour[section])
-        elif rule == 2:
-            key = (floor, choices, favour[section])
-        else:
-            key = (slack, choices, favour[section])
-        if best < 0 or key < least_key:
-            best, least_key = section, key
+        choices[section], uneven[section] = 0, False
+    for buffer in live:
+        ground, roof = np.int64(0), ceiling
+        for section in range(begin[buffer], end[buffer]):
+            ground = max(ground, top[section])
+            roof = min(roof, floor[section])
+        if ground + size[buffer] <= roof:
+            return -1
+        for section in range(begin[buffer], end[buffer]):
+            if floor[section] == least[buffer]:
+                choices[section] += 1
+                uneven[section] |= roof < least[buffer]
+    best, lowest = -1, (np.int64(0), np.int64(0), np.int64(0))
+    for section in range(a, b):
+        slack = ceiling - fill[section]
+        key = _urgency(rule, 2 * choices[section] + (slack > 0), floor[section], slack, favour[section])
+        if not uneven[section] and (best < 0 or key < lowest):
+            best, lowest = section, key
     return best
 
 
-@njit(cache=True)
-def _next_choice(state, section, floor, cursor):
-    """The first buffer from `cursor` on that can stand at the floor of the section, or the number of buffers."""
-    n = state.size.size
-    for buffer in range(cursor, n):
-        if not state.placed[buffer] and state.begin[buffer] <= section < state.end[buffer]:
-            if state.least[buffer] == floor and not _has_twin(state, buffer):
-                return buffer
-    return n
+@_compiled
+def _urgency(rule: int, choices: int, floor: int, slack: int, favour: int) -> tuple[int, int, int]:
+    if rule == 0:
+        return choices, slack, favour
+    if rule == 1:
+        return choices, floor, favour
+    if rule == 2:
+        return floor, choices, favour
+    return slack, choices, favour
 
 
-@njit(cache=True)
-def _has_twin(state, buffer):
-    """Whether an equal buffer, preferred to this one, could stand here."""
-    for other in range(buffer):
-        if (
-            not state.placed[other]
-            and state.begin[other] == state.begin[buffer]
-            and state.end[other] == state.end[buffer]
-            and state.size[other] == state.size[buffer]
-            and state.least[other] == state.least[buffer]
-        ):
-            return True
-    return False
+@_compiled
+def _next_choice(state: _State, section: int, floor: int, cursor: int) -> int:
+    """The first buffer from `cursor` on that can stand at the floor of the section, or the number of buffers.
+
+    Of equal buffers that are not placed only the first is tried.
+    """
+    begin, end, least, placed, twin = state.begin, state.end, state.least, state.placed, state.twin
+    for buffer in range(cursor, begin.size):
+        here = not placed[buffer] and begin[buffer] <= section < end[buffer]
+        if here and least[buffer] == floor and (twin[buffer] < 0 or placed[twin[buffer]]):
+            return buffer
+    return begin.size
 
 
-@njit(cache=True)
-def _put(state, buffer, floor, mark):
+@_compiled
+def _put(state: _State, buffer: int, floor: int, mark: int) -> int:
     """Place the buffer: all that are live with it come to stand above it."""
-    begin, end = state.begin[buffer], state.end[buffer]
-    stop = floor + state.size[buffer]
-    state.placed[buffer] = True
-    for section in range(begin, end):
-        state.waiting[section] -= 1
-        state.across[section] -= section > begin
-        state.trail_at[mark] = -1 - section
-        state.trail_was[mark] = state.top[section]
-        state.top[section] = stop
-        mark += 1
-    for other in range(state.size.size):
-        if not state.placed[other] and state.begin[other] < end and begin < state.end[other]:
-            if state.least[other] < stop:
-                mark = _raise_least(state, other, stop, mark)
+    begin, end, least, placed, top = state.begin, state.end, state.least, state.placed, state.top
+    waiting, across, trail_at, trail_was = state.waiting, state.across, state.trail_at, state.trail_was
+    first, last, stop = begin[buffer], end[buffer], floor + state.size[buffer]
+    placed[buffer] = True
+    for section in range(first, last):
+        waiting[section] -= 1
+        across[section] -= section > first
+        mark = _change(top, section, stop, trail_at, trail_was, -1 - section, mark)
+    for other in range(begin.size):
+        if not placed[other] and begin[other] < last and first < end[other] and least[other] < stop:
+            mark = _change(least, other, stop, trail_at, trail_was, other, mark)
     return mark
 
 
-@njit(cache=True)
-def _leave(state, section, floor, ceiling, mark):
-    """Nothing stands at the floor of the section: all its buffers rise to the next height that holds one of them."""
-    begin, end, level = section, section + 1, ceiling + 1
-    for buffer in range(state.size.size):
-        if not state.placed[buffer] and state.begin[buffer] <= section < state.end[buffer]:
-            if state.least[buffer] > floor:
-                level = min(level, state.least[buffer])
+@_compiled
+def _leave(state: _State, section: int, floor: int, ceiling: int, mark: int) -> int:
+    """Nothing stands at the floor of the section: all its buffers rise to the next height that holds one of them.
+
+    That is where one of them stands already, or where one of another section ends that one of them may stand on.
+    """
+    begin, end, size, least, placed = state.begin, state.end, state.size, state.least, state.placed
+    first, last, level = section, section + 1, ceiling + 1
+    for buffer in range(begin.size):
+        if not placed[buffer] and begin[buffer] <= section < end[buffer]:
+            if least[buffer] > floor:
+                level = min(level, least[buffer])
             else:
-                begin, end = min(begin, state.begin[buffer]), max(end, state.end[buffer])
-    for buffer in range(state.size.size):
-        if state.placed[buffer] or state.begin[buffer] <= section < state.end[buffer]:
-            continue
-        if state.begin[buffer] < end and begin < state.end[buffer]:
-            level = min(level, state.least[buffer] + state.size[buffer])
-    for buffer in range(state.size.size):
-        if not state.placed[buffer] and state.begin[buffer] <= section < state.end[buffer]:
-            if state.least[buffer] < level:
-                mark = _raise_least(state, buffer, level, mark)
+                first, last = min(first, begin[buffer]), max(last, end[buffer])
+    for buffer in range(begin.size):
+        elsewhere = end[buffer] <= section or section < begin[buffer]
+        if not placed[buffer] and elsewhere and begin[buffer] < last and first < end[buffer]:
+            level = min(level, least[buffer] + size[buffer])
+    for buffer in range(begin.size):
+        if not placed[buffer] and begin[buffer] <= section < end[buffer] and least[buffer] < level:
+            mark = _change(least, buffer, level, state.trail_at, state.trail_was, buffer, mark)
     return mark
 
 
-@njit(cache=True)
-def _undo(state, buffer, mark, now):
+@_compiled
+def _undo(state: _State, buffer: int, mark: int, now: int) -> None:
     """Take back one decision (`buffer`, or the number of buffers where none was placed) and all that followed."""
+    least, top, trail_at, trail_was = state.least, state.top, state.trail_at, state.trail_was
     if buffer < state.size.size:
         state.placed[buffer] = False
-        for section in range(state.begin[buffer], state.end[buffer]):
-            state.waiting[section] += 1
-            state.across[section] += section > state.begin[buffer]
+        waiting, across, first = state.waiting, state.across, state.begin[buffer]
+        for section in range(first, state.end[buffer]):
+            waiting[section] += 1
+            across[section] += section > first
     for at in range(now - 1, mark - 1, -1):
-        if state.trail_at[at] >= 0:
-            state.least[state.trail_at[at]] = state.trail_was[at]
+        if trail_at[at] >= 0:
+            least[trail_at[at]] = trail_was[at]
         else:
-            state.top[-1 - state.trail_at[at]] = state.trail_was[at]
+            top[-1 - trail_at[at]] = trail_was[at]
 
 
-@njit(cache=True)
-def _unfinished(state, begins, ends, depth):
+@_compiled
+def _unfinished(state: _State, path: _Path, depth: int) -> tuple[int, int]:
     """The independent range of sections to go on with: the nearest to the last decisions. (0, 0) when all are done."""
     for at in range(depth - 1, -2, -1):
-        begin, end = (begins[at], ends[at]) if at >= 0 else (0, state.top.size)
+        begin, end = (path.begin[at], path.end[at]) if at >= 0 else (0, state.top.size)
         for a in range(begin, end):
             if state.waiting[a]:
                 b = a + 1
@@ -291,117 +348,88 @@ def _unfinished(state, begins, ends, depth):
     return 0, 0
 
 
-@njit(cache=True, nogil=True)
-def search(begin, end, size, sections, ceiling, rule, favour, nodes):
-    """Offsets of at most `ceiling` for buffers with section ranges [begin, end).
+@_compiled
+def _enter(
+    state: _State, path: _Path, depth: int, mark: int, ceiling: int, rule: int, favour: Ints, failed: NDArray[np.uint64]
+) -> tuple[bool, int]:
+    """Begin a node: whether it may have a solution, and the trail's new length."""
+    a, b = path.begin[depth], path.end[depth]
+    live = _live(state, a, b)
+    mark = _not_first(state, live, a, b, ceiling, mark)
+    _sort(live, state.least)
+    path.mark[depth] = mark
+    if not _fills(state, live, a, b, ceiling):
+        return False, mark
+    mixed = _hash(state, live, a, b)
+    path.hash[depth] = mixed
+    if failed[mixed & np.uint64(failed.size - 1)] == mixed:
+        return False, mark
+    section = _choose(state, live, a, b, ceiling, rule, favour)
+    path.branch[depth], path.floor[depth] = section, state.floor[section]
+    return section >= 0, mark
 
-    Buffers that stand first are tried first. `rule` and `favour` (a number of each section) choose where to branch.
-    Returns FOUND, NONE (there are no such offsets) or UNKNOWN (more than `nodes` nodes
-    would be needed), the offsets (-1 where not placed), and the number of nodes.
-    """
-    n = size.size
-    depths = 4 * n + 2
-    room = depths * 8
-    for i in range(n):
-        room += end[i] - begin[i]
-        for j in range(n):
-            room += begin[i] < end[j] and begin[j] < end[i]
-    state = _State(
-        begin,
-        end,
-        size,
-        np.zeros(n, np.int64),
-        np.zeros(n, np.bool_),
-        np.arange(n),
-        np.zeros(sections, np.int64),
-        np.zeros(sections, np.int64),
-        np.zeros(sections, np.int64),
-        np.zeros(sections, np.int64),
-        np.zeros(sections, np.int64),
-        np.zeros(sections, np.int64),
-        np.zeros(sections, np.int64),
-        np.zeros(sections, np.bool_),
-        np.zeros(sections, np.int64),
-        np.zeros(sections, np.int64),
-        np.zeros(room, np.int32),
-        np.zeros(room, np.int64),
-    )
-    for buffer in range(n):
-        for section in range(begin[buffer], end[buffer]):
-            state.waiting[section] += 1
-            state.across[section] += section > begin[buffer]
-    offsets = np.full(n, -1, np.int64)
-    # Of the node at each depth: its range, its hash, where it branches, the decision it is at (-1 before the first, n
-    # for leaving the floor empty), and the trail's length at its start and before the decision.
-    begins, ends, hashes = np.zeros(depths, np.int64), np.zeros(depths, np.int64), np.zeros(depths, np.uint64)
-    branches, decisions = np.zeros(depths, np.int64), np.zeros(depths, np.int64)
-    starts, marks = np.zeros(depths, np.int64), np.zeros(depths, np.int64)
-    entries = 1 << 10
-    while entries < nodes and entries < MOST_FAILED:
-        entries *= 2
-    failed, slots = np.zeros(entries, np.uint64), np.uint64(entries - 1)
-    depth, used, mark = 0, 0, np.int64(0)
+
+@_compiled
+def _back(state: _State, path: _Path, depth: int, mark: int) -> tuple[int, int]:
+    """Leave a node that has failed for the last decision that touched its range; its depth (-1: there is none)."""
+    nothing = state.size.size
+    a, b = path.begin[depth], path.end[depth]
+    _undo(state, nothing, path.start[depth], mark)
+    while depth:
+        mark = path.start[depth]
+        depth -= 1
+        choice = path.decision[depth]
+        _undo(state, choice, path.mark[depth], mark)
+        begin, end = path.branch[depth], path.branch[depth] + 1
+        if choice != nothing:
+            begin, end = state.begin[choice], state.end[choice]
+        if begin < b and a < end:
+            return depth, path.mark[depth]
+        _undo(state, nothing, path.start[depth], path.mark[depth])
+    return -1, 0
+
+
+@_kept
+def _search(
+    state: _State, path: _Path, ceiling: int, rule: int, favour: Ints, failed: NDArray[np.uint64], nodes: int
+) -> tuple[int, int]:
+    n, depths = state.size.size, path.begin.size
+    depth, mark, used = np.int64(0), np.int64(0), np.int64(0)
     while True:
-        a, b = _unfinished(state, begins, ends, depth)
+        a, b = _unfinished(state, path, depth)
         if a == b:
-            return FOUND, offsets, used
-        if used == nodes or depth + 1 == depths or mark + 2 * n + sections > room:
-            return UNKNOWN, offsets, used
+            return FOUND, used
+        if used == nodes or depth + 1 == depths or mark + 2 * n + state.top.size > state.trail_at.size:
+            return UNKNOWN, used
         used += 1
-        begins[depth], ends[depth], starts[depth], decisions[depth] = a, b, mark, -1
-        _sort(state)
-        mark = _not_first(state, a, b, ceiling, mark)
-        _sort(state)
-        marks[depth] = mark
-        alive = _fills(state, a, b, ceiling)
-        if alive:
-            hashes[depth] = _hash(state, a, b)
-            alive = failed[hashes[depth] & slots] != hashes[depth]
-        if alive:
-            branches[depth] = _choose(state, a, b, ceiling, rule, favour)
-            alive = branches[depth] >= 0
-        while True:
-            if alive and decisions[depth] < n:
-                section = branches[depth]
-                floor = _floor(state, section)
-                choice = _next_choice(state, section, floor, decisions[depth] + 1)
-                decisions[depth] = choice
-                if choice < n:
-                    offsets[choice] = floor
-                    mark = _put(state, choice, floor, mark)
-                else:
-                    mark = _leave(state, section, floor, ceiling, mark)
-                depth += 1
-                break
+        path.begin[depth], path.end[depth], path.start[depth], path.decision[depth] = a, b, mark, -1
+        alive, mark = _enter(state, path, depth, mark, ceiling, rule, favour, failed)
+        while not alive or path.decision[depth] == n:
             if alive:
-                failed[hashes[depth] & slots] = hashes[depth]
-            # Back to the last decision that had a part in this: the first that touched the range.
-            a, b = begins[depth], ends[depth]
-            _undo(state, n, starts[depth], mark)
-            mark = starts[depth]
-            touched = False
-            while depth and not touched:
-                depth -= 1
-                choice = decisions[depth]
-                _undo(state, choice, marks[depth], mark)
-                if choice < n:
-                    touched = state.begin[choice] < b and a < state.end[choice]
-                else:
-                    touched = a <= branches[depth] < b
-                mark = marks[depth] if touched else starts[depth]
-                if not touched:
-                    _undo(state, n, starts[depth], marks[depth])
-            if not touched:
-                return NONE, offsets, used
+                failed[path.hash[depth] & np.uint64(failed.size - 1)] = path.hash[depth]
+            depth, mark = _back(state, path, depth, mark)
+            if depth < 0:
+                return NONE, used
             alive = True
+        section, floor = path.branch[depth], path.floor[depth]
+        choice = _next_choice(state, section, floor, path.decision[depth] + 1)
+        path.decision[depth] = choice
+        if choice < n:
+            state.offset[choice] = floor
+            mark = _put(state, choice, floor, mark)
+        else:
+            mark = _leave(state, section, floor, ceiling, mark)
+        depth += 1
 
 
-@njit(cache=True)
-def _floor(state, section):
-    """The lowest offset that a buffer of the section can still have."""
-    lowest = np.int64(-1)
-    for buffer in range(state.size.size):
-        if not state.placed[buffer] and state.begin[buffer] <= section < state.end[buffer]:
-            if lowest < 0 or state.least[buffer] < lowest:
-                lowest = state.least[buffer]
-    return lowest
+def search(problem: Problem, ceiling: int, rule: int, favour: Ints, nodes: int) -> tuple[int, Ints, int]:
+    """Offsets with which no buffer ends above `ceiling`, the buffers that stand first being tried first.
+
+    `rule` (0 to 3) and `favour` (a number for each section) choose where to branch. Returns FOUND, NONE (there are no
+    such offsets) or UNKNOWN (it takes more than `nodes` nodes, or `MOST_CHANGES`), offsets (-1: not placed) in units,
+    and the number of nodes.
+    """
+    state = _state(problem)
+    failed = np.zeros(min(1 << max(nodes, 1024).bit_length(), MOST_FAILED), np.uint64)
+    outcome, used = _search(state, _path(4 * len(problem.size) + 2), ceiling, rule, favour, failed, nodes)
+    return outcome, state.offset, used

@@ -8,8 +8,8 @@ import numpy as np
 
 from compile.packing.problem import Ints, Problem
 
-ROUNDS = 16
-"""Of the local search. Most of what it finds it finds in the first few."""
+ROUNDS, WORK = 32, 500_000_000
+"""Of the local search, and pairs of buffers that it looks at: most of what it finds it finds in the first rounds."""
 
 
 def orders(problem: Problem) -> Iterator[Ints]:
@@ -48,7 +48,7 @@ def pack_greedily(problem: Problem, goal: int) -> Ints:
         if tried[-1][0] <= goal:
             return offsets
     height, order, best = min(tried, key=lambda attempt: attempt[0])
-    for _ in range(ROUNDS):
+    for _ in range(min(ROUNDS, WORK // len(order) ** 2)):
         if height <= goal:
             break
         rank = np.empty(len(order))

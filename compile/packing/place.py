@@ -16,7 +16,7 @@ from targets.arena import Arena, Buffer, Placed, lower_bound
 ALIGNMENT = 256
 """What onnxruntime's arena rounds every request to (kMinAllocationSize of its BFC arena)."""
 
-EFFORT = 250_000_000
+EFFORT = 500_000_000
 """Buffers and sections that the complete search may look at: a few seconds' worth."""
 
 
@@ -98,7 +98,7 @@ def improve(problem: Problem, packing: Packing, effort: int, goal: int = 0) -> P
     nodes_left = effort // cost(problem)
     halvings = 0
     attempt = 0
-    while best.height > max(best.bound, goal) and nodes_left > 0:
+    while best.height > max(best.bound, goal) and nodes_left >= len(problem.size):
         lowest = max(best.bound, goal)
         ceiling = lowest
         if attempt % 2:
@@ -106,15 +106,12 @@ def improve(problem: Problem, packing: Packing, effort: int, goal: int = 0) -> P
             ceiling = best.height - max(1, (best.height - lowest) >> halvings)
         order, rule, favour = _preferences(problem, attempt)
         nodes = min(nodes_left, 3 * len(order) * luby(attempt // 2 + 1))
-        result, offsets, used = search(
-            problem.begin[order], problem.end[order], problem.size[order], problem.sections, ceiling, rule, favour, nodes
-        )
+        result, offsets, used = search(problem.part(order), ceiling, rule, favour, nodes)
         nodes_left -= used
         best.nodes += used
         attempt += 1
         if result == FOUND:
-            best.offsets = np.empty_like(offsets)
-            best.offsets[order] = offsets
+            best.offsets = offsets[np.argsort(order)]
             best.height = problem.height(best.offsets)
             halvings = 0
         elif result == NONE:

@@ -48,7 +48,7 @@ class Problem:
         return iter(np.split(order, first))
 
     def part(self, buffers: Ints) -> Problem:
-        """Some of the buffers as a problem of their own."""
+        """Some of the buffers, in this order, as a problem of their own."""
         start = self.begin[buffers].min(initial=self.sections)
         return Problem(self.begin[buffers] - start, self.end[buffers] - start, self.size[buffers])
 
@@ -58,10 +58,11 @@ def sections_of(lifetimes: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
 
     Sets of live buffers that are part of a neighbouring one say nothing of their own and get no section.
     """
-    events = itertools.chain.from_iterable(((lower, 1, at), (upper, 0, at)) for at, (lower, upper) in enumerate(lifetimes))
+    births = ((lower, 1, at) for at, (lower, _upper) in enumerate(lifetimes))
+    deaths = ((upper, 0, at) for at, (_lower, upper) in enumerate(lifetimes))
     begin, end = np.zeros(len(lifetimes), np.int64), np.zeros(len(lifetimes), np.int64)
     section, born = 0, False
-    for _time, is_birth, at in sorted(events):
+    for _time, is_birth, at in sorted(itertools.chain(births, deaths)):
         if is_birth:
             begin[at], born = section, True
         else:
