@@ -13,7 +13,8 @@ from onnx import TensorProto, helper
 from compile.backends import ort
 from compile.backends.base import BACKENDS, Part, Trace, backend
 from compile.errors import OptionError, VerificationError
-from compile.memory import activation_buffers, arena_in_practice, place
+from compile.memory import activation_buffers, arena_in_practice
+from compile.packing.place import place
 from compile.quantize.schemes import SCHEMES
 from targets.arena import check_arena
 from tests.support.models import Array, init, mlp, model, node, normal, save, value
