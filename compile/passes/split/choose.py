@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from compile.graph import constant, initializers, ir
 from compile.partition.graph import reads
 from compile.passes.split.columns import matrix_of
-from compile.passes.split.plan import Splits, Stuck, peak_bytes, split_columns, split_rows
+from compile.passes.split.plan import NODE_BYTES, Splits, Stuck, peak_bytes, split_columns, split_rows
 from targets.board import Board
 from targets.budget import budget_bytes
 from targets.errors import BudgetError
@@ -33,7 +33,7 @@ def choose_splits(
     it can compute. `lowered` gives the model as it would be written, were nothing split; it is asked only when needed.
     Raises BudgetError for an operator that no split makes fit, with the least budget that would do.
     """
-    left = budget_bytes(board) - others
+    left = budget_bytes(board) - others - len(model.graph) * NODE_BYTES
     peak = round(peak_bytes(model, sizes) / _USED)
     matrices = [matrix.tensor.nbytes for node in model.graph if (matrix := matrix_of(node)) is not None]
     total = sum(tensor.nbytes for tensor in initializers(model))
@@ -42,12 +42,12 @@ def choose_splits(
     written = lowered()
     stored = _weights_by_result(written)
     total = sum(tensor.nbytes for tensor in initializers(written))
-    # Weights that would leave activations less than half are streamed, two segments at a time.
+    # Weights that would leave activations less than half are streamed: two segments at a time, stored and laid out.
     room = left - min(total, left // 2)
     rows = split_rows(model, sizes, int(room * _USED), host) if 0 < room < peak else Splits()
     _check_stuck(rows.stuck, board, left, room)
     if total > left - min(peak, room):
-        limit = min(limit, max(left - min(peak, room), 0) // 2)
+        limit = min(limit, max(left - min(peak, room), 0) // 4)
     columns = split_columns(model, stored, limit)
     return Splits(rows.passes + columns.passes, rows.notes + columns.notes, columns.stuck)
 

@@ -4,14 +4,13 @@ Weights: a product whose matrix is larger than a segment may be is split by colu
 split, however large: the runtime maps them and touches the rows it reads; so does the compiler, and the plan of a
 bundle counts a mapped file whole, because what was once read stays in memory until the kernel wants it.
 
-Activations: the bytes that live beside each node are followed through the graph at the largest shapes, values being
-renamed and overwritten as the runtime does. Where they exceed the budget, of all regions around the place the one is
-taken that fits with the fewest parts; of those, the one with the fewest nodes, since a halo is computed twice.
+Activations: the bytes that live beside each node are followed through the graph at the largest shapes, as if nothing
+were overwritten. Where they exceed the budget, of all regions around the place the one is taken that fits with the
+fewest parts; of those, the one with the fewest nodes, since a halo is computed twice.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -32,13 +31,13 @@ from targets.tensor import human
 
 MOST_PARTS = 64
 """Beyond this, what an operator costs to call exceeds what it computes."""
+NODE_BYTES = 6400
+"""What a runtime keeps of a node beside its weights: onnxruntime 1.32 had 5.0 to 6.2 KiB. Every band has its own."""
 # Nodes on each side of the place that a region may reach.
 _REACH = 16
 _PARTS = (2, 4, 8, 16, 32, 64)
-# Results that are another name of their first input.
-_VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
-# Kernels that write over an input which nobody reads later, where it has the result's size.
-_IN_PLACE = POINTWISE - {"Where", "Max", "Min", "Mean", "Sum"}
+# Kernels that may write over an operand, or rename it.
+_ALONE = POINTWISE | {"Reshape", "Squeeze", "Unsqueeze", "Flatten"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +108,6 @@ class _Step:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     source: ir.Node | None = None
-    view: bool = False
-    in_place: bool = False
 
 
 def _steps(model: ir.Model) -> list[_Step]:
@@ -119,52 +116,27 @@ def _steps(model: ir.Model) -> list[_Step]:
             tuple(dict.fromkeys(value.name or "" for value in reads(node))),
             tuple(value.name or "" for value in node.outputs if value.name),
             node,
-            node.op_type in _VIEWS,
-            node.op_type in _IN_PLACE,
         )
         for node in model.graph
     ]
 
 
 def live_bytes(steps: Sequence[_Step], sizes: Mapping[str, int], kept: Iterable[str]) -> list[dict[str, int]]:
-    """What is in memory while each step runs: buffers by the name of the value that they were made for.
+    """Values in memory while each step runs, with their bytes.
 
     `kept` live to the end. Values without a size, inputs and weights count nothing.
     """
-    readers = collections.Counter(name for step in steps for name in step.inputs)
-    for name in kept:
-        readers[name] += 1
-    buffer: dict[str, str] = {}
+    last = {name: at for at, step in enumerate(steps) for name in step.inputs}
+    last |= dict.fromkeys(kept, len(steps))
     held: dict[str, int] = {}
-    left: dict[str, int] = {}
     result: list[dict[str, int]] = []
-    for step in steps:
-        for name in step.outputs:
-            owner = _owner(step, buffer, held, left, sizes.get(name, 0))
-            if owner is None:
-                owner = name
-                held[name], left[name] = sizes.get(name, 0), 0
-            buffer[name] = owner
-            left[owner] += readers[name]
+    for at, step in enumerate(steps):
+        held.update((name, sizes.get(name, 0)) for name in step.outputs)
         result.append(dict(held))
-        for name in step.inputs:
-            if name in buffer:
-                left[buffer[name]] -= 1
-        for owner in {buffer[name] for name in (*step.inputs, *step.outputs) if name in buffer}:
-            if left[owner] <= 0:
-                held.pop(owner, None)
+        for name in (*step.inputs, *step.outputs):
+            if last.get(name, at) <= at:
+                held.pop(name, None)
     return result
-
-
-def _owner(
-    step: _Step, buffer: Mapping[str, str], held: Mapping[str, int], left: Mapping[str, int], nbytes: int
-) -> str | None:
-    """The buffer that a result takes over from an operand."""
-    for name in step.inputs[:1] if step.view else step.inputs if step.in_place else ():
-        owner = buffer.get(name)
-        if owner in held and owner is not None and (step.view or (left[owner] == 1 and held[owner] == nbytes)):
-            return owner
-    return None
 
 
 def peak_bytes(model: ir.Model, sizes: Mapping[str, int]) -> int:
@@ -253,7 +225,7 @@ class _RowPlanner:
                     band = self._band_bytes(region, parts)
                 except CannotSplit:
                     continue
-                yield region, parts, max(during + band, joining)
+                yield region, parts, max(during + band, joining) + parts * len(region.nodes) * NODE_BYTES
 
     def _regions(self, node: ir.Node) -> Iterator[_Region]:
         """Every region with one result that holds the node and lies within reach."""
@@ -307,13 +279,17 @@ class _RowPlanner:
 
     def _band_bytes(self, region: _Region, parts: int) -> int:
         """Most bytes that live inside a band at a time. Raises CannotSplit where one of the bands cannot be made."""
+        at = 0
         if isinstance(size := extent(region.nodes[-1].outputs[0], region.axis), int):
             if size < parts:
                 raise CannotSplit(f"{region.result!r} has {size} rows")
-            for rows in bands(size, parts):
+            ranges = bands(size, parts)
+            for rows in ranges:
                 backward(region.nodes, region.axis, rows)
+            # Of the highest ones that in the middle: it has a halo on both sides.
+            at = max(range(parts), key=lambda each: (ranges[each][1] - ranges[each][0], -abs(2 * each - parts)))
         table: dict[str, int] = {}
-        steps = _band(region, parts, parts // 2, self.sizes, table)
+        steps = _band(region, parts, at, self.sizes, table)
         return max(sum(held.values()) for held in live_bytes(steps, table, steps[-1].outputs))
 
     def _replace(self, region: _Region, parts: int) -> None:
@@ -335,7 +311,7 @@ class _RowPlanner:
             sum(self.sizes.get(value.name or "", 0) for value in values)
             for values in (dict.fromkeys(reads(node)), node.outputs)
         )
-        alone = max(read, made) if node.op_type in (*_VIEWS, *_IN_PLACE) else read + made
+        alone = max(read, made) if node.op_type in _ALONE else read + made
         return alone if alone <= self.host else 0
 
     def _why(self, node: ir.Node) -> str:
@@ -372,8 +348,7 @@ def _band(region: _Region, parts: int, at: int, sizes: Mapping[str, int], table:
             inputs.append(name)
         made = node.outputs[0]
         table[f"{made.name}@{at}"] = _rows_bytes(made, axis, held[made], sizes, parts)
-        in_place = node.op_type in _IN_PLACE
-        steps.append(_Step(tuple(dict.fromkeys(inputs)), (f"{made.name}@{at}",), node, in_place=in_place))
+        steps.append(_Step(tuple(dict.fromkeys(inputs)), (f"{made.name}@{at}",), node))
     return steps
 
 
