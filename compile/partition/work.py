@@ -1,7 +1,8 @@
-"""What a node takes at least to compute on a board: the arithmetic of its products, and the bytes it must move."""
+"""What a node takes at least to compute on a board: the arithmetic of its products, and the weights it must read."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from compile.graph import constant, ir
@@ -13,35 +14,36 @@ _MATRIX = frozenset(
 )
 # The same along all axes but the first of the weight.
 _CONVOLUTION = frozenset({"Conv", "ConvInteger"})
+# Of these a run reads the rows that it asks for.
+_TABLE = frozenset({"Gather", "GatherND", "GatherElements"})
 
 
 def work_ns(node: ir.Node, nbytes: Mapping[str, int], board: Board) -> int:
-    """A lower estimate in ns. `nbytes` of values at the largest shapes, by name; what is not there counts nothing.
+    """A lower estimate in ns; `nbytes` gives bytes of values at the largest shapes, by name.
 
-    The board's fastest type is assumed, so that no more loading is thought to hide under the node than does.
+    Operators without weights or products may be fused into others, so they count nothing. The board's fastest type is
+    assumed: no more loading is to be thought hidden under the node than is.
     """
-    moved = sum(_nbytes(value, nbytes) for value in {*node.inputs, *node.outputs} if value is not None)
+    tensors = (constant(value) for value in node.inputs) if node.op_type not in _TABLE else ()
+    weights = sum(tensor.nbytes for tensor in tensors if tensor is not None)
     made = node.outputs[0] if node.outputs else None
-    elements = 0 if made is None or made.dtype is None else _nbytes(made, nbytes) / made.dtype.itemsize
+    elements = 0.0 if made is None or made.dtype is None else nbytes.get(made.name or "", 0) / made.dtype.itemsize
     operations = 2 * elements * _depth(node)
-    return int(max(moved / board.bandwidth.dram_gb_s, operations / max(board.compute.values())))
-
-
-def _nbytes(value: ir.Value, nbytes: Mapping[str, int]) -> int:
-    tensor = constant(value)
-    return nbytes.get(value.name or "", 0) if tensor is None else tensor.nbytes
+    return int(max(weights / board.bandwidth.dram_gb_s, operations / max(board.compute.values())))
 
 
 def _depth(node: ir.Node) -> int:
     """Products in the sum of one output element; 0 where that is not known, or there is none."""
     if node.op_type in _MATRIX:
-        shape = node.inputs[0].shape if node.inputs and node.inputs[0] is not None else None
-        last = shape[-1] if shape is not None and len(shape) else 0
-        return last if isinstance(last, int) else 0
-    if node.op_type in _CONVOLUTION and len(node.inputs) > 1 and node.inputs[1] is not None:
-        shape = node.inputs[1].shape
-        depth = 1
-        for dim in shape[1:] if shape is not None else (0,):
-            depth *= dim if isinstance(dim, int) else 0
-        return depth
+        dims = _dims(node, 0) or [0]
+        return dims[0] if "transA" in node.attributes and node.attributes["transA"].as_int() else dims[-1]
+    if node.op_type in _CONVOLUTION:
+        return math.prod(_dims(node, 1)[1:] or [0])
     return 0
+
+
+def _dims(node: ir.Node, index: int) -> list[int]:
+    """Shape of an input, 0 for a dimension that is not fixed; empty where it is not known."""
+    value = node.inputs[index] if index < len(node.inputs) else None
+    shape = value.shape if value is not None else None
+    return [dim if isinstance(dim, int) else 0 for dim in shape] if shape is not None else []
