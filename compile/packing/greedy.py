@@ -8,7 +8,7 @@ import numpy as np
 
 from compile.packing.problem import Ints, Problem
 
-ROUNDS, WORK = 32, 500_000_000
+ROUNDS, WORK = 32, 200_000_000
 """Of the local search, and pairs of buffers that it looks at: most of what it finds it finds in the first rounds."""
 
 
@@ -23,15 +23,16 @@ def orders(problem: Problem) -> Iterator[Ints]:
 
 def first_fit(problem: Problem, order: Ints) -> Ints:
     """Put each buffer at the lowest offset that is free during its whole life; returns offsets, int64 [buffers]."""
-    begin, end, size = problem.begin, problem.end, problem.size
-    offsets = np.zeros(len(size), np.int64)
-    for count, buffer in enumerate(order):
-        placed = order[:count]
-        live = placed[(begin[placed] < end[buffer]) & (begin[buffer] < end[placed])]
-        live = live[np.argsort(offsets[live], kind="stable")]
-        ends = np.maximum.accumulate(np.concatenate(([0], offsets[live] + size[live])))
-        fits = np.flatnonzero(offsets[live] - ends[:-1] >= size[buffer])
-        offsets[buffer] = ends[fits[0]] if len(fits) else ends[-1]
+    begin, end, size = problem.begin[order], problem.end[order], problem.size[order]
+    placed = np.zeros(len(order), np.int64)
+    for at in range(len(order)):
+        live = np.flatnonzero((begin[:at] < end[at]) & (begin[at] < end[:at]))
+        live = live[np.argsort(placed[live], kind="stable")]
+        ends = np.maximum.accumulate(np.concatenate(([0], placed[live] + size[live])))
+        fits = np.flatnonzero(placed[live] - ends[:-1] >= size[at])
+        placed[at] = ends[fits[0]] if len(fits) else ends[-1]
+    offsets = np.empty_like(placed)
+    offsets[order] = placed
     return offsets
 
 
