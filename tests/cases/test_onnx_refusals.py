@@ -381,8 +381,9 @@ def test_a_tensor_that_no_cut_makes_smaller_names_the_least_memory(tightfit: Run
     with (tmp_path / "w.bin").open("wb") as file:
         file.truncate(4 * 8192 * 14336)
     multiply = node("MatMul", ["x", "w"], ["y"])
-    weights = [external("w", [8192, 14336], location="w.bin")]
-    path = save(tmp_path, model([multiply], [value("x", [1, 8192])], [value("y", [1, 14336])], weights))
+    # Of two axes it would be split by columns.
+    weights = [external("w", [1, 8192, 14336], location="w.bin")]
+    path = save(tmp_path, model([multiply], [value("x", [1, 1, 8192])], [value("y", [1, 1, 14336])], weights))
     words = (
         "segment 00 needs 448.0 MiB and cannot be cut, its tensor 'w' has 448.0 MiB .say --host-memory 648MiB or more"
     )

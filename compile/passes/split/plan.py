@@ -217,7 +217,9 @@ class _RowPlanner:
         at = {step.source: index for index, step in enumerate(self.steps) if step.source not in self.split}
         regions = [(region, self._around(region, live, at)) for region in self._regions(node)]
         # What enters, what leaves, and its copy when the bands are joined: no number of parts makes these smaller.
-        regions = [(region, around) for region, around in regions if max(around) <= self.budget] or regions[:1]
+        fitting = [(region, around) for region, around in regions if max(around) <= self.budget]
+        # Where none fits, some say what the least budget would be.
+        regions = fitting or sorted(regions, key=lambda each: max(each[1]))[:_REACH]
         regions.sort(key=lambda each: len(each[0].nodes))
         for parts in _PARTS:
             for region, (during, joining) in regions:
@@ -278,9 +280,14 @@ class _RowPlanner:
         return others + enters + result, min(others + enters, stays) + 2 * result
 
     def _band_bytes(self, region: _Region, parts: int) -> int:
-        """Most bytes that live inside a band at a time. Raises CannotSplit where one of the bands cannot be made."""
-        at = 0
-        if isinstance(size := extent(region.nodes[-1].outputs[0], region.axis), int):
+        """Most bytes that bands take inside. Raises CannotSplit where one of them cannot be made.
+
+        Where sizes are known beforehand, onnxruntime gives a value the buffer of an earlier one of equal size, and
+        holds it from its first use to its last: bands of one height share buffers, but all of a band's are there all
+        the time. A band of another height has its own beside them.
+        """
+        size, at, others = extent(region.nodes[-1].outputs[0], region.axis), 0, False
+        if isinstance(size, int):
             if size < parts:
                 raise CannotSplit(f"{region.result!r} has {size} rows")
             ranges = bands(size, parts)
@@ -288,9 +295,20 @@ class _RowPlanner:
                 backward(region.nodes, region.axis, rows)
             # Of the highest ones that in the middle: it has a halo on both sides.
             at = max(range(parts), key=lambda each: (ranges[each][1] - ranges[each][0], -abs(2 * each - parts)))
+            others = _has_halo(region) or size % parts != 0
         table: dict[str, int] = {}
         steps = _band(region, parts, at, self.sizes, table)
-        return max(sum(held.values()) for held in live_bytes(steps, table, steps[-1].outputs))
+        live = max(sum(held.values()) for held in live_bytes(steps, table, steps[-1].outputs))
+        if not isinstance(size, int):
+            return live
+        # Elementwise kernels work in place, or are part of the kernel in front of them.
+        shared = sum(
+            table[name]
+            for step in steps
+            if step.source is None or step.source.op_type not in POINTWISE
+            for name in step.outputs
+        )
+        return shared + live if others else max(shared, live)
 
     def _replace(self, region: _Region, parts: int) -> None:
         """The region's steps become those of its bands, at the place of its last."""

@@ -12,7 +12,6 @@ import onnx
 import pytest
 
 from compile import pipeline, sizes
-from compile.errors import OptionError
 from compile.forms import NORMALIZE
 from compile.graph import load_model
 from compile.passes.base import run_passes
@@ -221,15 +220,3 @@ def test_every_piece_is_a_range_of_what_the_source_makes(tmp_path: Path) -> None
     assert len(errors) == len(manifest.segments) >= 3
     assert all(0 < each.isolated < 0.05 for each in errors[1:])
     assert not any(a.outputs == b.outputs for a, b in itertools.pairwise(manifest.segments))
-
-
-def test_what_64_panels_do_not_make_small_enough_is_refused_with_the_least_memory(tmp_path: Path) -> None:
-    with (tmp_path / "w.bin").open("wb") as file:
-        file.truncate(4 * 8192 * 14336)
-    weights = [onnx.TensorProto(name="w", data_type=1, dims=[1, 8192, 14336], data_location=1)]
-    weights[0].external_data.add(key="location", value="w.bin")
-    proto = model([node("MatMul", ["x", "w"], ["y"])], [value("x", [1, 1, 8192])], [value("y", None)], weights)
-    with pytest.raises(OptionError, match=r"segment 00 needs 448.0 MiB and cannot be cut"):
-        compile_model(
-            save(tmp_path, proto), load_board("x86-64-dev"), tmp_path / "m.tfb", Options(host_memory=600 * MIB)
-        )
