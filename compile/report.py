@@ -135,8 +135,6 @@ def _print_memory(plan: MemoryPlan, console: Console) -> None:
         table.add_row(phase.name, "total", "", f"[bold]{human(phase.total_bytes)}[/] = {share:.1%} of the budget")
     console.print(table)
     arena = plan.arena
-    gap = (arena.height - arena.lower_bound) / max(arena.lower_bound, 1)
-    console.print(
-        f"arena: {len(arena.buffers)} buffers in {human(arena.height)}, lower bound {human(arena.lower_bound)} "
-        f"(gap {gap:.1%}); {plan.slots} request slots"
-    )
+    gap = arena.height - arena.lower_bound
+    above = f", {gap / arena.lower_bound:.1%} above the largest load" if gap else ""
+    console.print(f"arena: {len(arena.buffers)} buffers in {human(arena.height)}{above}; {plan.slots} request slots")
