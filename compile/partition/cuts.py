@@ -35,8 +35,9 @@ class Loading(enum.Enum):
     AHEAD = "ahead"
 
 
-# Ends that are tried at most. 24 MB of tables and a second; 2 MB and two seconds.
-MOST_ENDS = {Loading.KEPT: 1024, Loading.ALONE: 1024, Loading.AHEAD: 128}
+# Ends that are tried at most. Of an order of 20,000 nodes 512 take 22 MB and half a second, 128 of the others 8 MB and
+# two seconds. Of SmolLM2's 1751 ends, 512 give cuts that cost as little as all do, or 1 % more.
+MOST_ENDS = {Loading.KEPT: 512, Loading.ALONE: 512, Loading.AHEAD: 128}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 
+from bench.bundle_runner import BundleRunner
 from compile.forms import NORMALIZE
 from compile.graph import ir
 from compile.partition.codes import Codes
@@ -19,7 +21,8 @@ from compile.passes.quantizers import QuantizeAtOnce
 from compile.pipeline import Options, compile_model
 from targets.board import load_board
 from tests.compile.partition.test_graph import cached, run, tied, unet
-from tests.support.models import Array, init, model, node, normal, save, value
+from tests.support.agents import serving
+from tests.support.models import Array, init, model, node, normal, relative, save, value
 
 BOARD = load_board("x86-64-dev")
 
@@ -99,3 +102,19 @@ def test_codes_mean_what_the_runtime_makes_of_them(dtype: type, zero: int) -> No
     mine = Codes("x", scale, zero, np.dtype(dtype))
     np.testing.assert_array_equal(mine.quantize(x), codes)
     np.testing.assert_array_equal(mine.restore(codes), floats)
+
+
+def test_the_agent_passes_codes_on(tmp_path: Path) -> None:
+    """Observed, planned and served as any other bundle."""
+    out = tmp_path / "cut.tfb"
+    options = Options("int8-static", random=True, segments=3, name="cut")
+    manifest = compile_model(save(tmp_path, unet()), BOARD, out, options)
+    assert any(name.endswith(".codes") for segment in manifest.segments for name in segment.outputs)
+    x = normal(1, 3, 32, 32, seed=5)
+    expected = BundleRunner(out, 1).run({"x": x})[manifest.contract.outputs[0].name]
+    with serving(out, tmp_path / "log") as agent:
+        tensor = {"name": "x", "datatype": "FP32", "shape": [1, 3, 32, 32], "data": x.ravel().tolist()}
+        status, body, _ = agent.post({"inputs": [tensor]})
+    assert status == 200, body
+    (output,) = json.loads(body)["outputs"]
+    assert relative(expected, np.array(output["data"], np.float32).reshape(expected.shape)) < 1e-5
