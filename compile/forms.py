@@ -75,13 +75,16 @@ class SourceForms:
     ) -> None:
         self.path = path
         self.made = made
+        self.splits: Sequence[Pass] = ()
         self._shapes = shapes
         self._sizes = sizes
 
     @functools.cached_property
     def form(self) -> ir.Model:
-        """The model as exported, but for what cutting needs."""
-        return self._bound(self._shapes)
+        """The model as exported, but for what cutting needs, and for `splits`: what no host could compute whole."""
+        model = self._bound(self._shapes)
+        run_passes(model, self.splits)
+        return model
 
     @property
     def sizes(self) -> Mapping[str, int]:

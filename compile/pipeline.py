@@ -42,6 +42,7 @@ from compile.passes.normalize import (
 )
 from compile.passes.quantizers import QuantizeAtOnce
 from compile.passes.split.choose import choose_splits
+from compile.passes.split.columns import turned_whole
 from compile.passes.split.pieces import Piece, cutting_links, pieces_of, wholes
 from compile.passes.split.plan import Splits
 from compile.passes.widen import holds_half
@@ -309,6 +310,7 @@ def _transform(
     notes += run_passes(model, SIMPLIFY, dump)
     forms = SourceForms(source, options.shapes, made, None if dims else static_sizes(model))
     splits = _split(model, forms, board, options, runtime, scheme, inputs)
+    forms.splits = turned_whole(model, splits.passes)
     run_passes(model, splits.passes)
     notes += splits.notes
     for note in notes:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from compile.graph import SLICE, FreshNames, constant, dims_of, ir
@@ -81,11 +81,27 @@ class SplitColumns(Pass):
     ensures: ClassVar = ("sorted", "unique_names")
 
     def apply(self, model: ir.Model) -> None:
-        node = next((node for node in model.graph if node.outputs and node.outputs[0].name == self.value), None)
+        node = _maker(model, self.value)
         matrix = matrix_of(node) if node is not None else None
         if node is None or matrix is None:
             return
         _Splitter(model, node, matrix).split(self.parts)
+
+
+def turned_whole(model: ir.Model, passes: Sequence[Pass]) -> list[Pass]:
+    """Those of the passes that the source model needs too: a matrix that it turns or widens before it multiplies would
+    stand in memory whole. Of a matrix whose panels are no ranges of a file that cannot be helped."""
+    wanted: list[Pass] = []
+    for step in passes:
+        node = _maker(model, step.value) if isinstance(step, SplitColumns) else None
+        matrix = matrix_of(node) if node is not None else None
+        if matrix is not None and matrix.chain and matrix.axis == 0 and isinstance(matrix.tensor, ir.ExternalTensor):
+            wanted.append(step)
+    return wanted
+
+
+def _maker(model: ir.Model, value: str) -> ir.Node | None:
+    return next((node for node in model.graph if node.outputs and node.outputs[0].name == value), None)
 
 
 class _Splitter:

@@ -16,7 +16,7 @@ from compile.forms import NORMALIZE
 from compile.graph import ir, load_model
 from compile.passes.base import run_passes
 from compile.passes.normalize import FixNames, RemoveDeadCode, SortNodes
-from compile.passes.split.columns import COLUMNS, SplitColumns, matrix_of, panel, panels
+from compile.passes.split.columns import COLUMNS, SplitColumns, matrix_of, panel, panels, turned_whole
 from compile.quantize.schemes import SCHEMES
 from compile.writer import BundleWriter
 from tests.support.models import Array, external, init, model, node, normal, run, save, value
@@ -107,6 +107,14 @@ def test_panels_of_a_tied_table_are_stored_once(tmp_path: Path, turned: bool) ->
     assert [each.const_value.offset for each in panels_] == [0, 256 * 192, 256 * 384]  # type: ignore[union-attr]
     sample = {"i": np.array([0, 1, 599, 300, 7])}
     np.testing.assert_allclose(run(written, sample)["y"], run(path, sample)["y"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_would_be_turned_in_memory_is_split_in_the_source_too(tmp_path: Path, turned: bool) -> None:
+    graph = load_model(tied(tmp_path, turned))
+    run_passes(graph, NORMALIZE)
+    asked = [SplitColumns("y", 3), SplitColumns("h", 2)]
+    assert turned_whole(graph, asked) == (asked[:1] if turned else [])
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int8-weights"])
