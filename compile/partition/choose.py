@@ -18,8 +18,8 @@ from targets.budget import MemoryPlan, budget_bytes
 from targets.errors import BudgetError, did_you_mean
 from targets.tensor import human
 
-# Limits of a segment's weights that are tried for a board that streams: each half of the one before, from all on.
-LIMITS = 7
+# What is tried as the limit of a segment's weights for a board that streams: all weights divided by each of these.
+DIVISORS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 MOST_SEGMENTS = 99
 """A person can ask for: segment files are numbered in two digits, and the work of choosing grows with their number."""
 
@@ -141,7 +141,7 @@ def _streamed(order: Order, rules: Rules, rates: Rates, whole: Outcome, judge: J
     Small segments let it hold more and stream less; each of them costs a start and copies of what crosses.
     """
     total = _weight_bytes(order, 0, len(order.positions))
-    limits = [min(rules.segment or total, total >> step) for step in range(LIMITS)]
+    limits = [min(rules.segment or total, total // divisor) for divisor in DIVISORS]
     tried = [Rules(Loading.AHEAD, whole.room, rules.segment, rules.count, rules.forced)]
     tried += [dataclasses.replace(rules, segment=limit) for limit in dict.fromkeys(limits)]
     found: dict[tuple[int, ...], _Streamed] = {}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from onnx import TensorProto
 
 from bench.bundle_runner import BundleRunner
 from compile.errors import OptionError
+from compile.partition.choose import Outcome, Wishes, choose_cuts
 from compile.pipeline import Options, compile_model
 from targets.board import Board, load_board
 from targets.budget import budget_bytes, check_plan
@@ -23,7 +25,7 @@ from targets.bundle import Manifest, Residency, verify_files
 from targets.errors import BudgetError
 from tests.compile.partition.test_graph import cached, captured, tied, towers, unet
 from tests.support.commands import Run, refused, runner
-from tests.support.models import Array, init, model, node, normal, save, value
+from tests.support.models import Array, init, model, node, normal, prepared, save, value
 
 BOARD = load_board("x86-64-dev")
 MIB = 1 << 20
@@ -187,3 +189,51 @@ def test_a_board_for_which_no_cuts_are_small_enough(tmp_path: Path) -> None:
     (enough,) = re.findall(r"budget is 17.0 MiB; ([\d.]+) MiB would do, for MatMul node 'layer\d", str(refusal.value))
     assert 17 < float(enough) < 34
     assert not out.exists()
+
+
+def test_what_is_streamed_hides_under_all_segments_since_the_last_that_was(tmp_path: Path) -> None:
+    """A judge that holds every third segment, on a board whose storage is a tenth as fast as its memory."""
+    layers, width, rows = 12, 128, 64
+    path = save(
+        tmp_path,
+        model(
+            [node("MatMul", [f"h{at}", f"w{at}"], [f"h{at + 1}"]) for at in range(layers)],
+            [value("h0", [rows, width])],
+            [value(f"h{layers}", [rows, width])],
+            [init(f"w{at}", normal(width, width, seed=at)) for at in range(layers)],
+        ),
+    )
+    weight, crossing = 4 * width * width, 4 * rows * width
+    bandwidth = msgspec.structs.replace(BOARD.bandwidth, dram_gb_s=10, storage_read_mb_s=1000)
+    runtime = msgspec.structs.replace(BOARD.runtime, launch_us=3)
+    board = msgspec.structs.replace(BOARD, bandwidth=bandwidth, runtime=runtime, compute={"float32": 1e3})
+
+    def sizes(ends: Sequence[int]) -> list[int]:
+        return [weight * (end - start) for start, end in itertools.pairwise((0, *ends))]
+
+    def judge(ends: Sequence[int]) -> Outcome:
+        held = [at % 3 == 2 for at in range(len(ends))]
+        read = tuple(0 if stays else nbytes for stays, nbytes in zip(held, sizes(ends), strict=True))
+        return Outcome(int(len(ends) == 1), read, 4 * weight, layers * weight)
+
+    def cost(ends: Sequence[int]) -> float:
+        """In ns: a segment's weights take a ns for 10 bytes to compute with, and for one to read."""
+        read, work = judge(ends).read, [nbytes / 10 for nbytes in sizes(ends)]
+        total = len(ends) * 3000 + 2 * (len(ends) - 1) * crossing / 10
+        for at, nbytes in enumerate(read):
+            if nbytes:
+                # The turn of the last streamed segment, and of a held one behind it.
+                turns = [at - 1] if read[at - 1] else [at - 2, at - 1]
+                total += max(nbytes - sum(work[turn] for turn in turns), 0)
+        return total
+
+    graph = prepared(path)
+    names = {f"h{at}": crossing for at in range(1, layers + 1)}
+    found = choose_cuts(graph, names, names, Wishes(), layers * weight, board, judge)
+    assert len(found.ends) > 1
+    assert found.cost_ns == pytest.approx(cost(found.ends), abs=len(found.ends) * 3)
+    assert found.greedy_ns is not None
+    assert found.bound_ns <= found.cost_ns <= found.greedy_ns
+    # As good as segments of equal size of any of the limits that are tried.
+    for size in (1, 2, 3, 6):
+        assert found.cost_ns <= cost(range(size, layers + 1, size)) + 3 * layers
