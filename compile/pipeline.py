@@ -373,8 +373,9 @@ def _split(
         others += memory_bytes(options.recipe, inputs)
 
     def lowered() -> ir.Model:
+        # Without ranges nothing is quantized statically; codes of a dynamic scheme take as much.
         copy = model.clone()
-        runtime.lower(copy, scheme, {})
+        runtime.lower(copy, SCHEMES["int8-dynamic"] if scheme.static else scheme)
         run_passes(copy, (RemoveDeadCode(),))
         return copy
 

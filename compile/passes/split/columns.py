@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from compile.graph import SLICE, FreshNames, constant, dims_of, ir
 from compile.passes.base import Pass
-from compile.passes.split.slices import ints, slice_of
+from compile.passes.split.slices import ints, same_type, slice_of
 
 # Panels begin at multiples of so many columns, where there are enough: kernels compute in vectors.
 COLUMNS = 64
@@ -153,7 +153,7 @@ class _Splitter:
         copy = ir.node(node.op_type, inputs, dict(node.attributes), domain=node.domain, name=name)
         self.model.graph.insert_before(self.node, copy)
         copy.outputs[0].name = self.names.make(f"{node.outputs[0].name}.{name.rpartition('.')[2]}")
-        copy.outputs[0].type = node.outputs[0].type
+        copy.outputs[0].type = same_type(node.outputs[0])
         return copy.outputs[0]
 
     def _register(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:

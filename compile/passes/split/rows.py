@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from compile.graph import FreshNames, constant, dims_of, ir
 from compile.passes.base import Pass
-from compile.passes.split.slices import resized, slice_of, vector
+from compile.passes.split.slices import resized, same_type, slice_of, vector
 
 Rows = tuple[int, int]
 """[low, high) along the region's axis."""
@@ -238,6 +238,9 @@ def _sliding(node: ir.Node, axis: int, rows: Rows) -> list[Rows | None]:
     low, high = window.span(rows)
     if max(low, 0) >= min(high, size):
         raise CannotSplit(f"{node.op_type} node {node.name!r} has rows of padding alone")
+    if node.op_type != "Conv" and max(-low, high - size) >= window.kernel:
+        # onnxruntime refuses such a pooling, though a window that is dilated, or rounded up, reaches so far.
+        raise CannotSplit(f"{node.op_type} node {node.name!r} has rows of padding as high as its kernel")
     return [(max(low, 0), min(high, size)), *[None] * (len(node.inputs) - 1)]
 
 
@@ -375,7 +378,7 @@ class _Bands:
         copy = ir.node(node.op_type, inputs, attributes, domain=node.domain, name=f"{node.name}.{suffix}")
         self.model.graph.insert_before(self.nodes[-1], copy)
         old, result = node.outputs[0], copy.outputs[0]
-        result.name, result.type = self.names.make(f"{old.name}.{suffix}"), old.type
+        result.name, result.type = self.names.make(f"{old.name}.{suffix}"), same_type(old)
         result.shape = resized(old.shape, position(old, self.axis), rows[1] - rows[0] if fixed else None)
         return result
 

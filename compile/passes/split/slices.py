@@ -35,12 +35,17 @@ def slice_of(
     else:
         node = ir.node("Slice", [value, *(_bound(model, names, each) for each in (start, stop, axis))])
     result = node.outputs[0]
-    result.name, result.type = names.make(name), value.type
+    result.name, result.type = names.make(name), same_type(value)
     node.name = result.name
     result.shape = resized(
         value.shape, axis, stop - start if isinstance(start, int) and isinstance(stop, int) else None
     )
     return node, result
+
+
+def same_type(value: ir.Value) -> ir.TensorType | None:
+    """The element type, as an object of its own: a value's type can be changed in place."""
+    return None if value.dtype is None else ir.TensorType(value.dtype)
 
 
 def resized(shape: ir.Shape | None, axis: int, size: int | None) -> ir.Shape | None:

@@ -132,6 +132,20 @@ def test_a_large_image_is_computed_in_tiles(tmp_path: Path) -> None:
     assert after.verification.outputs[0].relative_l2 < 1e-5
 
 
+@pytest.mark.parametrize(("scheme", "limit"), [("int8-static", 0.05), ("int8-weights", 0.02)])
+def test_tiles_are_quantized_as_the_whole_would_be(tmp_path: Path, scheme: str, limit: float) -> None:
+    """Filters are quantized once for all tiles, unless ranges in front of them differ."""
+    source = save(tmp_path, stack(256, (16, 16, 32, 64)))
+    options = Options(scheme, slots=1, random=True)
+    manifest, told = compiled(source, board_of(tmp_path, 8), tmp_path / "m.tfb", options)
+    assert len(told) == 1
+    assert manifest.verification.outputs[0].relative_l2 < limit
+    whole = compile_model(source, load_board("x86-64-dev"), tmp_path / "whole.tfb", options)
+    assert manifest.quantization.quantized["Conv"] > whole.quantization.quantized["Conv"]
+    if scheme == "int8-weights":
+        assert manifest.quantization.weight_bytes < 1.1 * whole.quantization.weight_bytes
+
+
 def test_an_operator_that_no_split_helps_is_named_with_the_budget_that_would_do(tmp_path: Path) -> None:
     nodes = [node("Conv", ["x", "w"], ["a"]), node("Transpose", ["a"], ["b"], perm=[1, 0, 3, 2], name="turn")]
     nodes.append(node("GlobalAveragePool", ["b"], ["y"]))
@@ -170,7 +184,8 @@ def decoder(folder: Path, tied: bool, rows: int = 4096) -> Path:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("scheme", "limit"), [("fp32", 1e-5), ("int8-weights", 0.05), ("int4", 0.4), ("int8-dynamic", 0.1)]
+    ("scheme", "limit"),
+    [("fp32", 1e-5), ("int8-weights", 0.05), ("int4", 0.4), ("int8-dynamic", 0.1), ("int8-static", 0.1)],
 )
 @pytest.mark.usefixtures("unobserved")
 def test_an_output_matrix_that_is_too_large_for_the_host_is_split_over_segments(
@@ -179,7 +194,13 @@ def test_an_output_matrix_that_is_too_large_for_the_host_is_split_over_segments(
     monkeypatch.setattr(sizes, "BASE_BYTES", 0)
     monkeypatch.setattr(pipeline, "check_host_memory", lambda *_: None)  # the table alone has more
     source = decoder(tmp_path / "source", tied)
-    stored = {"fp32": 2 * MIB, "int8-weights": 544 * KIB, "int4": 320 * KIB, "int8-dynamic": 528 * KIB}[scheme]
+    stored = {
+        "fp32": 2 * MIB,
+        "int8-weights": 544 * KIB,
+        "int4": 320 * KIB,
+        "int8-dynamic": 528 * KIB,
+        "int8-static": 528 * KIB,
+    }[scheme]
     options = Options(scheme, (parse_shape("ids=1,1..6"),), slots=1, host_memory=2 * stored // 3, random=True)
     manifest, told = compiled(source, load_board("x86-64-dev"), tmp_path / "m.tfb", options)
     (said,) = told
@@ -191,7 +212,7 @@ def test_an_output_matrix_that_is_too_large_for_the_host_is_split_over_segments(
     found: Array = chained(tmp_path / "m.tfb", manifest, {"ids": ids})["logits"]
     assert relative(expected, found) < limit
     assert manifest.verification.outputs[0].relative_l2 < limit
-    if tied and scheme != "int8-dynamic":
+    if tied and scheme not in ("int8-dynamic", "int8-static"):
         # Table and matrix are one: their bytes are there once.
         assert manifest.quantization.weight_bytes < 1.3 * (stored + 2 * MIB // 8)
 
