@@ -150,20 +150,27 @@ def inspect_command(
     bundle: Annotated[Path, typer.Argument(help="Bundle to look into.")],
     json_output: Annotated[bool, typer.Option("--json", help="Print the whole manifest as JSON.")] = False,
     verify: Annotated[bool, typer.Option(help="Read every file and compare its SHA-256.")] = True,
+    plan: Annotated[bool, typer.Option("--plan", help="Draw the memory plan: phases, turns, activations.")] = False,
 ) -> None:
     """Show what a bundle promises, and check that its files are whole.
 
-    Example:
+    The same with a picture of the plan, to be opened in a browser, is the bundle's report.html.
+
+    Examples:
 
       tightfit-compile inspect rec.tfb
+
+      tightfit-compile inspect rec.tfb --plan
     """
-    from compile.report import print_report  # noqa: PLC0415
+    from compile.report import print_plan, print_report  # noqa: PLC0415
 
     manifest = read_manifest(bundle)
     if verify:
         verify_files(bundle, manifest)
     if json_output:
         typer.echo(msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1).decode())
+    elif plan:
+        print_plan(manifest, Console())
     else:
         print_report(manifest, Console())
 

@@ -356,14 +356,14 @@ def _streamed_terms(parts: Sequence[WeightFootprint], residencies: Residencies, 
     """What is mapped stays; of what is streamed, the segment that runs and the next one, at the worst moment of a sweep
     that begins again. How far the next one is when a segment ends is a matter of speed; the plan holds for any.
 
-    Loading leaves none of the streamed segments behind.
+    Loading leaves no pages behind.
     """
     staying = [part for part, each in zip(parts, residencies, strict=True) if each is not Residency.STREAMED]
     passing = [part for part, each in zip(parts, residencies, strict=True) if each is Residency.STREAMED]
     pairs = [[here, ahead] for here, ahead in zip(passing, (*passing[1:], passing[0]), strict=True)]
     most = max(_in_memory(pair) for pair in pairs) if len(passing) > 1 else _in_memory(passing)
     session = _sum(parts, "session")
-    one_by_one = [_mapped_terms([*staying, part], index).load for part in passing]
+    one_by_one = [_mapped_terms([part], index).load for part in parts]
     load = max(one_by_one, key=lambda terms: sum(term.nbytes for term in terms))
     return _WeightTerms(
         (Term("session", "anonymous", session), *load[1:]),

@@ -29,6 +29,7 @@ from compile.errors import DataError, ModelError, OptionError, VerificationError
 from compile.forms import NORMALIZE, SIMPLIFY, SOURCE_FORM, SourceForms, link_limit, source_chain
 from compile.graph import initializers, ir, load_model, weight_nbytes
 from compile.packing.place import place
+from compile.page import page
 from compile.partition.choose import Outcome, Wishes, choose_cuts
 from compile.partition.codes import Codes, InFloats, codes_of, in_floats
 from compile.partition.cuts import Cuts
@@ -48,7 +49,7 @@ from compile.passes.split.plan import Splits
 from compile.passes.widen import holds_half
 from compile.quantize.schemes import SCHEMES, Scheme, choose_scheme
 from compile.quantize.source import check_scales
-from compile.report import report_json
+from compile.report import report_json, warnings
 from compile.shapes import (
     ShapeRequest,
     bind_shapes,
@@ -187,11 +188,18 @@ def compile_model(
         _write_properties(writer, work.properties)
         sample = _write_sample(writer, work.samples[0])
         assets = _write_assets(writer, options.assets)
+        segments = tuple(
+            _segment(writer.folder, part, work.settings, residency)
+            for part, residency in zip(parts, residencies, strict=True)
+        )
+        said = [*work.notes, *warnings(verification)]
         writer.add(
             "report.json",
-            report_json(
-                work.name, board.name, work.recorded, quantization, verification, plan, work.notes, work.chosen
-            ),
+            report_json(work.name, board.name, work.recorded, quantization, verification, plan, said, work.chosen),
+        )
+        writer.add(
+            "report.html",
+            page(work.name, board, work.recorded, contract, segments, quantization, verification, plan, said),
         )
         manifest = Manifest(
             schema=SCHEMA,
@@ -200,10 +208,7 @@ def compile_model(
             runtime=board.runtime.name,
             source=digests.source(),
             contract=contract,
-            segments=tuple(
-                _segment(writer.folder, part, work.settings, residency)
-                for part, residency in zip(parts, residencies, strict=True)
-            ),
+            segments=segments,
             plan=plan,
             quantization=quantization,
             verification=verification,

@@ -111,7 +111,8 @@ def parse_smaps(text: str, folders: Sequence[Path]) -> Mapped:
             if path.startswith(_MEMORY_FILES):
                 shared += max(pss - private, 0)
             elif path.startswith(prefixes) and prefixes:
-                weights += rss - private
+                # Not resident pages: the engine may map what it holds in memory a second time.
+                weights += max(pss - private, 0)
             elif inode != "0":
                 libraries += max(pss - private, 0)
         elif head := _HEAD.fullmatch(line):

@@ -9,8 +9,11 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from compile import picture
 from compile.partition.cuts import Cuts
+from targets.arena import Arena
 from targets.budget import KINDS, MemoryPlan
 from targets.bundle import Manifest, Quantization, Verification
 from targets.tensor import TensorSpec, human
@@ -23,10 +26,10 @@ def report_json(
     quantization: Quantization,
     verification: Verification,
     plan: MemoryPlan,
-    notes: Sequence[str],
+    said: Sequence[str],
     cuts: Cuts | None = None,
 ) -> bytes:
-    """The report file of a bundle; `warnings` repeats what was said on the terminal, `notes` of the model included;
+    """The report file of a bundle; `said` is what was said on the terminal, of the model and of the figures;
     `cuts` says how segments were chosen, None where one was enough."""
     report: dict[str, Any] = {
         "model": name,
@@ -36,7 +39,7 @@ def report_json(
         "verification": verification,
         "memory": memory_summary(plan),
         "cuts": cuts,
-        "warnings": [*notes, *warnings(verification)],
+        "warnings": said,
     }
     return msgspec.json.format(msgspec.json.encode(report, order="sorted"), indent=1) + b"\n"
 
@@ -138,3 +141,59 @@ def _print_memory(plan: MemoryPlan, console: Console) -> None:
     gap = arena.height - arena.lower_bound
     above = f", {gap / arena.lower_bound:.1%} above the largest load" if gap else ""
     console.print(f"arena: {len(arena.buffers)} buffers in {human(arena.height)}{above}; {plan.slots} request slots")
+
+
+
+_COLOURS = {"anonymous": "red", "file": "blue", "shared": "magenta"}
+# Rows of the drawing of what is live.
+_ROWS = 8
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def print_plan(manifest: Manifest, console: Console) -> None:
+    """`inspect --plan`: memory over time, a bar for each phase or turn, and what is live in the arena over a run."""
+    plan = manifest.plan
+    columns = picture.columns(plan, [f"{step:02d}" for step in range(len(manifest.segments))])
+    most = max(plan.budget_bytes, *(column.nbytes for column in columns))
+    left = max(len(column.label) for column in columns)
+    width = max(console.width - left - 24, 10)
+    key = Text("Memory over time: ")
+    for kind in KINDS:
+        key.append("█", _COLOURS[kind]).append(f" {kind}  ")
+    console.print(key.append(f"▏ budget {human(plan.budget_bytes)}"))
+    limit = plan.budget_bytes * width // most
+    for column in columns:
+        line = Text(f"{column.label:{left}} ")
+        drawn = upto = 0
+        for kind in KINDS:
+            upto += column.of(kind)
+            cells = round(upto * width / most)
+            line.append("█" * (cells - drawn), _COLOURS[kind])
+            drawn = cells
+        line.append(" " * (limit - drawn) + ("▏" if drawn <= limit else "") + " " * (width - max(limit, drawn)))
+        share = column.nbytes / plan.budget_bytes
+        console.print(line.append(f" {human(column.nbytes):>10} {share:4.0%}"), no_wrap=True, overflow="crop")
+    if plan.sweep:
+        sweep = plan.sweep
+        console.print(
+            f"a pass reads {human(sweep.pass_bytes)} of {human(sum(sweep.segment_bytes))} from storage; a page cache "
+            f"would read {human(sweep.lru_bytes)}, and none less than {human(sweep.belady_bytes)}"
+        )
+    _print_live(plan.arena, console)
+
+
+def _print_live(arena: Arena, console: Console) -> None:
+    profile = picture.live(arena)
+    if not profile or not arena.height:
+        return
+    width = min(max(console.width - 2, 10), profile[-1].end)
+    scale = profile[-1].end / width
+    most = [0] * width
+    for each in profile:
+        for at in range(int(each.start / scale), min(int((each.end - 1) / scale), width - 1) + 1):
+            most[at] = max(most[at], each.nbytes)
+    console.print(f"Activations over a run of {profile[-1].end} steps, up to {human(arena.height)}")
+    eighths = [round(nbytes * _ROWS * 8 / arena.height) for nbytes in most]
+    for row in reversed(range(_ROWS)):
+        cells = (_EIGHTHS[min(max(filled - row * 8, 0), 8)] for filled in eighths)
+        console.print(Text("".join(cells), "green"), no_wrap=True, overflow="crop")

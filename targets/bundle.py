@@ -6,7 +6,8 @@ NAME.tfb/
   segments/*.bin   raw little-endian tensors, page-aligned
   sample/*.bin     one valid input per tensor, for warm-up
   assets/*         files the application needs beside the model (labels)
-  report.json      for people and scripts: errors per output, operators quantized and left
+  report.json      for scripts: errors per output, operators quantized and left, memory by phase
+  report.html      for people: the same on one page, with the plan drawn
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class Sessions:
             # is not touched by this.
             paging.drop(source.weights, ())
             if step in self._streamed or step in mixed:
+                # Those that stay come back with the first run: loading the others takes memory too.
                 self._pages[step] = _Pages(source.weights)
-            if step in self._streamed:
                 self._pages[step].drop()
         self._ahead: tuple[int, Future[None]] | None = None
         self._thread = ThreadPoolExecutor(1, "read-ahead")
