@@ -99,11 +99,9 @@ def parse_smaps(text: str, folders: Sequence[Path]) -> Mapped:
     prefixes = tuple(f"{folder}/" for folder in folders)
     anonymous = shared = weights = libraries = 0
     path, inode = "", "0"
-    rss = pss = 0
+    pss = 0
     for line in text.splitlines():
-        if line.startswith("Rss:"):
-            rss = _kib(line)
-        elif line.startswith("Pss:"):
+        if line.startswith("Pss:"):
             pss = _kib(line)
         elif line.startswith("Anonymous:"):
             private = _kib(line)

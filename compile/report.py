@@ -143,7 +143,6 @@ def _print_memory(plan: MemoryPlan, console: Console) -> None:
     console.print(f"arena: {len(arena.buffers)} buffers in {human(arena.height)}{above}; {plan.slots} request slots")
 
 
-
 _COLOURS = {"anonymous": "red", "file": "blue", "shared": "magenta"}
 # Rows of the drawing of what is live.
 _ROWS = 8

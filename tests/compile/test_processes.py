@@ -33,7 +33,7 @@ SMAPS = (
 def test_kinds_are_told_apart() -> None:
     kib = 1024
     seen = parse_smaps(SMAPS, (Path("/srv/rec.tfb"),))
-    assert seen == Mapped(anonymous=41 * kib, shared=20 * kib, weights=100 * kib, libraries=38 * kib)
+    assert seen == Mapped(anonymous=41 * kib, shared=20 * kib, weights=50 * kib, libraries=38 * kib)
     assert parse_smaps(SMAPS, ()).weights == 0
     assert parse_smaps("", ()) == Mapped()
 
