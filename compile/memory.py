@@ -330,13 +330,13 @@ def _mapped_terms(parts: Sequence[WeightFootprint], index: int) -> _WeightTerms:
     index = index if any(part.indexes for part in parts) else 0
     return _WeightTerms(
         _terms(session, compared + index, copies + _sum(parts, "touched") + source),
-        _terms(session, 0, _in_memory(parts)),
+        _terms(session, 0, _in_memory(parts) + _sum(parts, "tables") - _sum(parts, "rows")),
     )
 
 
 def _in_memory(parts: Sequence[WeightFootprint]) -> int:
-    """Of laid-out segments, whatever a run reads; of tables it may be every row."""
-    return _sum(parts, "copies") + _sum(parts, "mapped") - _sum(parts, "unread")
+    """Of laid-out segments, what one run reads. Run after run reads other rows of tables, in the end all of them."""
+    return sum(_swept(part) + part.rows for part in parts)
 
 
 def _unpacked_terms(parts: Sequence[WeightFootprint], _index: int) -> _WeightTerms:

@@ -570,7 +570,7 @@ def _cut(
     arena = Arena(active, active, 1, ())
 
     def judge(ends: Sequence[int]) -> Outcome:
-        weights = [runtime.weight_footprint(model, *part) for part in itertools.pairwise((0, *ends))]
+        weights = [runtime.weight_footprint(model, largest, *part) for part in itertools.pairwise((0, *ends))]
         needs = memory.Footprint(weights, 0, slot, taken, *images)
         return Outcome.of(memory.choose(board, arena, needs, options.slots, options.residency, blocked)[1])
 
@@ -598,7 +598,7 @@ def _write_segments(
     both = _Both(progress, planned, digests)
     parts: list[Part] = []
     pieces = [work.model] if len(work.cuts) == 1 else [extract(work.model, part) for part in work.cuts]
-    footprint = [runtime.weight_footprint(piece) for piece in pieces]
+    footprint = [runtime.weight_footprint(piece, sizes_at(work.dims, "max")) for piece in pieces]
     check_host_memory(pieces, footprint, host_memory)
     with writer.weights(WEIGHTS) as sink:
         if sink.resumed_bytes:

@@ -92,6 +92,8 @@ class Sessions:
         finally:
             if step in self._streamed:
                 self._pages[step].drop()
+            elif step in self._pages:
+                self._pages[step].drop_rows()
 
     def close(self) -> None:
         """Close everything."""
@@ -147,6 +149,7 @@ class _Pages:
         self._file = file
         self._all = paging.mappings_of(file)
         self._known = False
+        self._rows: tuple[paging.Mapping, ...] = ()
         self.wanted: tuple[paging.Mapping, ...] = ()
 
     def learn(self) -> None:
@@ -156,12 +159,17 @@ class _Pages:
         self._known = True
         now = paging.mappings_of(self._file)
         self.wanted = tuple(each for each in now if 2 * each.touched >= each.region.nbytes)
-        paging.read_singly([each for each in now if 0 < 2 * each.touched < each.region.nbytes])
+        self._rows = tuple(each for each in now if 0 < 2 * each.touched < each.region.nbytes)
+        paging.read_singly(self._rows)
 
     def fetch(self) -> int:
         """Bring in what a run will read; bytes of it, none while that is not known."""
         paging.fetch(self.wanted)
         return sum(region.nbytes for region in joined(each.region for each in self.wanted))
+
+    def drop_rows(self) -> None:
+        """Let go what is read by rows: others will be read next time, and in the end all would be there."""
+        paging.drop(self._file, self._rows)
 
     def drop(self) -> None:
         """Let everything go, tables included."""

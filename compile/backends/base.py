@@ -103,7 +103,9 @@ class WeightFootprint:
     unread: int = 0
     """Of `mapped`, what no run reads once the copies are there to be mapped: it is in them."""
     tables: int = 0
-    """Of `mapped`, what a run reads by rows, the few that its inputs name."""
+    """Of `mapped`, tables that a run reads by rows, the few that its inputs name."""
+    rows: int = 0
+    """The pages of them that one run reads at the most."""
     indexes: bool = False
     """Whether loading already asks the arena for memory."""
 
@@ -146,7 +148,9 @@ class Backend(Protocol):
     ) -> bool:
         """Whether such a run ends inside an arena of that many bytes."""
 
-    def weight_footprint(self, model: ir.Model, start: int = 0, end: int | None = None) -> WeightFootprint:
+    def weight_footprint(
+        self, model: ir.Model, sizes: Mapping[str, int], start: int = 0, end: int | None = None
+    ) -> WeightFootprint:
         """Where the runtime will keep the weights of a lowered graph, or of its nodes [start, end), once it has loaded
         it."""
 

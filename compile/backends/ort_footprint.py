@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from compile.backends.base import WeightFootprint
 from compile.graph import bodies_of, constant, dims_of, ir
+from compile.shapes import largest_nbytes
 from compile.writer import INLINE_BYTES
 
 # Graph, kernel and execution-plan objects of one node: 5.0 to 6.2 KiB over models of 227 to 1764 nodes.
@@ -39,15 +40,17 @@ class _Weights:
     filters: dict[str, int] = dataclasses.field(default_factory=dict)
     touched: set[str] = dataclasses.field(default_factory=set)
     in_copies: set[str] = dataclasses.field(default_factory=set)
-    by_rows: set[str] = dataclasses.field(default_factory=set)
+    rows: dict[str, int] = dataclasses.field(default_factory=dict)
     whole: set[str] = dataclasses.field(default_factory=set)
     scratch: dict[str, int] = dataclasses.field(default_factory=dict)
     widened: int = 0
 
 
-def weight_footprint(model: ir.Model, start: int = 0, end: int | None = None) -> WeightFootprint:
+def weight_footprint(
+    model: ir.Model, sizes: Mapping[str, int], start: int = 0, end: int | None = None
+) -> WeightFootprint:
     """Bytes on the heap and in the mapping; a weight that one user copies and another maps counts twice. Of the nodes
-    [start, end) in the model's order, where not all of them are asked for.
+    [start, end) in the model's order, where not all of them are asked for. `sizes`: the largest of each dimension.
 
     The optimizer lays out filters first, one at a time; then kernels, one at a time, the other weights they copy.
     """
@@ -63,6 +66,8 @@ def weight_footprint(model: ir.Model, start: int = 0, end: int | None = None) ->
             if value is None or tensor is None or tensor.nbytes < INLINE_BYTES:
                 continue
             _count(found, node, index, value.name or "", tensor.nbytes, copied.get(index))
+            if index not in copied and index in _ROW_READERS.get(node.op_type, ()) and _first_axis(node):
+                _count_rows(found, node, value.name or "", tensor, sizes)
     return _summary(found, nodes, indexes)
 
 
@@ -89,9 +94,7 @@ def _count(found: _Weights, node: ir.Node, index: int, name: str, nbytes: int, c
                 # Without a copy to multiply with, the kernel takes as much more as the matrix in float32: inferred from
                 # measured sizes.
                 found.widened = max(found.widened, 4 * node.attributes["K"].as_int() * node.attributes["N"].as_int())
-        elif index == 0 and node.op_type in _ROW_READERS:
-            found.by_rows.add(name)
-        else:
+        elif index not in _ROW_READERS.get(node.op_type, ()) or not _first_axis(node):
             found.whole.add(name)
         return
     found.heap[name] = copy
@@ -99,6 +102,24 @@ def _count(found: _Weights, node: ir.Node, index: int, name: str, nbytes: int, c
         found.filters[name] = copy
     else:
         found.sources[name] = pages
+
+
+def _first_axis(node: ir.Node) -> bool:
+    attributes = [node.attributes[name] for name in ("axis", "gather_axis") if name in node.attributes]
+    return all(each.as_int() == 0 for each in attributes)
+
+
+def _count_rows(found: _Weights, node: ir.Node, name: str, tensor: ir.TensorProtocol, sizes: Mapping[str, int]) -> None:
+    """The pages of a table that one run reads: a row lies in one more than it fills, if it begins within one."""
+    whole = _up(tensor.nbytes, PAGE_BYTES)
+    indices = node.inputs[1]
+    taken = largest_nbytes(indices, sizes) if indices is not None and indices.dtype is not None else None
+    if taken is None or indices is None or indices.dtype is None:
+        found.rows[name] = whole
+        return
+    count = taken // max(int(indices.dtype.itemsize), 1)
+    row = tensor.nbytes // max(dims_of(tensor)[0], 1)
+    found.rows[name] = min(found.rows.get(name, 0) + count * (_up(row, PAGE_BYTES) + PAGE_BYTES), whole)
 
 
 def _summary(found: _Weights, nodes: int, indexes: bool) -> WeightFootprint:
@@ -111,6 +132,8 @@ def _summary(found: _Weights, nodes: int, indexes: bool) -> WeightFootprint:
         + len(found.filters) * BLOCKED_CONV_BYTES
         + len(found.scratch) * BLOCK_KERNEL_BYTES
     )
+    unread = found.in_copies - found.rows.keys() - found.whole
+    tables = found.rows.keys() - found.whole
     return WeightFootprint(
         heap=heap,
         mapped=sum(found.mapped.values()),
@@ -125,8 +148,9 @@ def _summary(found: _Weights, nodes: int, indexes: bool) -> WeightFootprint:
         transit_file=transit[1],
         optimizing=(FILTER_COPIES - 1) * max(found.filters.values(), default=0),
         unpacked_scratch=found.widened,
-        unread=sum(found.mapped[name] for name in found.in_copies - found.by_rows - found.whole),
-        tables=sum(found.mapped[name] for name in found.by_rows - found.whole - found.in_copies),
+        unread=sum(found.mapped[name] for name in unread),
+        tables=sum(found.mapped[name] for name in tables),
+        rows=sum(found.rows[name] for name in tables),
         indexes=indexes,
     )
 
@@ -235,7 +259,7 @@ _RULES: dict[str, Callable[[ir.Node], Iterator[tuple[int, int]]]] = {
     "GRU": _whole(1, 2),
 }
 _SCALES = 2
-# Operators that read, of their first input, the rows that their second one names.
-_ROW_READERS = frozenset({"Gather", "GatherBlockQuantized"})
+# Inputs of which an operator reads the rows that its second input names.
+_ROW_READERS = {"Gather": (0,), "GatherBlockQuantized": (0, 2, 3)}
 # Kernels that take memory for their copy from the arena.
 _FROM_ARENA = frozenset({"ConvTranspose"})

@@ -75,7 +75,7 @@ def test_the_heap_of_a_loaded_model_is_predicted(tmp_path: Path, scheme: Scheme)
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     measured = json.loads(done.stdout)["Pss_Anon"]
-    predicted = weight_footprint(load_model(segment))
+    predicted = weight_footprint(load_model(segment), {})
     assert predicted.heap > 7 << 20
     assert measured == pytest.approx(predicted.heap + predicted.session, rel=0.15)
 
@@ -85,9 +85,22 @@ def test_a_weight_that_no_kernel_copies_stays_mapped(tmp_path: Path) -> None:
     inputs = [value("i", [2], 7)]
     weights = [init("t", normal(100, 64)), init("w", normal(64, 32))]
     segment, _ = emit(save(tmp_path, model(nodes, inputs, [value("y", [2, 32])], weights)), "fp32", tmp_path)
-    found = weight_footprint(load_model(segment))
-    assert found.mapped == 7 * 4096  # 100 rows of 256 bytes, in whole pages
+    found = weight_footprint(load_model(segment), {})
+    assert found.mapped == found.tables == 7 * 4096  # 100 rows of 256 bytes, in whole pages
+    assert found.rows == 2 * 2 * 4096  # each may begin on one page and end on the next
     assert found.heap == 64 * 32 * 4
+
+
+def test_rows_of_a_table_are_counted_at_the_largest_size_and_columns_are_not_rows(tmp_path: Path) -> None:
+    nodes = [node("Gather", ["t", "i"], ["a"]), node("Gather", ["u", "i"], ["b"], axis=1)]
+    weights = [init("t", normal(1000, 1024)), init("u", normal(8, 512))]
+    made = model(nodes, [value("i", ["n"], 7)], [value("a", ["n", 1024]), value("b", [8, "n"])], weights)
+    segment = save(tmp_path, made)
+    found = {n: weight_footprint(load_model(segment), {"n": n}) for n in (1, 30, 5000)}
+    assert {n: each.rows for n, each in found.items()} == {1: 2 * 4096, 30: 30 * 2 * 4096, 5000: 1000 * 4096}
+    assert {each.tables for each in found.values()} == {1000 * 4096}
+    assert {each.mapped for each in found.values()} == {1004 * 4096}
+    assert weight_footprint(load_model(segment), {}).rows == 1000 * 4096
 
 
 def test_filters_are_laid_out_one_at_a_time_in_blocks_of_channels(tmp_path: Path) -> None:
@@ -95,7 +108,7 @@ def test_filters_are_laid_out_one_at_a_time_in_blocks_of_channels(tmp_path: Path
     weights = [init("a", normal(40, 16, 1, 1)), init("b", normal(16, 40, 1, 1))]
     made = model(nodes, [value("x", [1, 16, 4, 4])], [value("y", [1, 16, 4, 4])], weights)
     segment, _ = emit(save(tmp_path, made), "fp32", tmp_path)
-    found = weight_footprint(load_model(segment))
+    found = weight_footprint(load_model(segment), {})
     assert found.heap == found.rearranged == 2 * 48 * 16 * 4
     assert found.sources == found.mapped == found.transit_file == 0
 
@@ -106,7 +119,7 @@ def test_a_grouped_filter_that_blocks_do_not_divide_stays_as_it_is(tmp_path: Pat
         [node("Conv", ["x", "w"], ["y"], group=3)], [value("x", [1, 24, 4, 4])], [value("y", [1, 24, 2, 2])], weights
     )
     segment, _ = emit(save(tmp_path, made), "fp32", tmp_path)
-    found = weight_footprint(load_model(segment))
+    found = weight_footprint(load_model(segment), {})
     assert (found.heap, found.mapped) == (0, 2 * 4096)
 
 
@@ -114,6 +127,6 @@ def test_a_table_that_is_also_a_matrix_is_touched_while_it_is_loaded(tmp_path: P
     nodes = [node("Gather", ["t", "i"], ["a"]), node("Gemm", ["a", "t"], ["y"], transB=1)]
     made = model(nodes, [value("i", [2], 7)], [value("y", [2, 96])], [init("t", normal(96, 64))])
     segment, _ = emit(save(tmp_path, made), "fp32", tmp_path)
-    found = weight_footprint(load_model(segment))
+    found = weight_footprint(load_model(segment), {})
     assert found.heap == found.mapped == found.touched == 96 * 64 * 4
     assert found.transit_file == 0
