@@ -1,8 +1,7 @@
 """Which operators do not fit alone, and into how many parts each is split. Pure: graphs and byte tables in, passes out.
 
 Weights: a product whose matrix is larger than a segment may be is split by columns. Tables that Gather reads are not
-split, however large: the runtime maps them and touches the rows it reads; so does the compiler, and the plan of a
-bundle counts a mapped file whole, because what was once read stays in memory until the kernel wants it.
+split, however large: the runtime maps them and touches the rows it reads, and so does the compiler.
 
 Activations: the bytes that live beside each node are followed through the graph at the largest shapes, as if nothing
 were overwritten. Where they exceed the budget, of all regions around the place the one is taken that fits with the
