@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from compile.graph import constant, initializers, ir
+from compile.graph import constant, ir
 from compile.partition.graph import reads
 from compile.passes.split.columns import matrix_of
 from compile.passes.split.plan import NODE_BYTES, Splits, Stuck, peak_bytes, split_columns, split_rows
@@ -36,12 +36,12 @@ def choose_splits(
     left = budget_bytes(board) - others - len(model.graph) * NODE_BYTES
     peak = round(peak_bytes(model, sizes) / _USED)
     matrices = [matrix.tensor.nbytes for node in model.graph if (matrix := matrix_of(node)) is not None]
-    total = sum(tensor.nbytes for tensor in initializers(model))
+    total = _weight_bytes(model)
     if total + peak <= left and max(matrices, default=0) <= limit:
         return Splits()
     written = lowered()
     stored = _weights_by_result(written)
-    total = sum(tensor.nbytes for tensor in initializers(written))
+    total = _weight_bytes(written)
     # Weights that would leave activations less than half are streamed: two segments at a time, stored and laid out.
     room = left - min(total, left // 2)
     rows = split_rows(model, sizes, int(room * _USED), host) if 0 < room < peak else Splits()
@@ -50,6 +50,18 @@ def choose_splits(
         limit = min(limit, max(left - min(peak, room), 0) // 4)
     columns = split_columns(model, stored, limit)
     return Splits(rows.passes + columns.passes, rows.notes + columns.notes, columns.stuck)
+
+
+def _weight_bytes(model: ir.Model) -> int:
+    """All weights but tables, of which a run reads a few rows."""
+    found: dict[str | None, int] = {}
+    for node in model.graph:
+        tables = node.inputs[:1] if node.op_type in ("Gather", "GatherBlockQuantized") else ()
+        for value in reads(node):
+            tensor = constant(value)
+            if tensor is not None and value not in tables:
+                found[value.name] = tensor.nbytes
+    return sum(found.values())
 
 
 def _weights_by_result(model: ir.Model) -> dict[str, int]:
