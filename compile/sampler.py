@@ -30,8 +30,9 @@ class Peak:
     """One phase (bytes). `at` is the moment of the largest anonymous + weights + shared, `anonymous` that of each
     process then, the gateway first; `own` each kind's own peak.
 
-    `unseen` is what the kernel's peak of each process (VmHWM) has above the largest that was seen of that process: no
-    spike was larger. It also holds library pages, so it is a bound and no measurement.
+    `unseen` is what the kernel's peak of each process (VmHWM) has above the largest that was seen of that process, for
+    the processes that were there at a time: no spike was larger. It also holds library pages, so it is a bound and no
+    measurement.
     """
 
     at: Mapped
@@ -53,6 +54,7 @@ class _Phase:
     anonymous: tuple[int, ...] = ()
     resident: dict[int, int] = dataclasses.field(default_factory=dict)
     kept: dict[int, int] = dataclasses.field(default_factory=dict)
+    together: set[frozenset[int]] = dataclasses.field(default_factory=set)
     highest: int = 0
     samples: int = 0
 
@@ -65,12 +67,14 @@ class _Phase:
 
     def keep_peaks(self, statuses: Mapping[int, Status]) -> None:
         self.highest = max(self.highest, _resident(statuses))
+        self.together.add(frozenset(statuses))
         for pid, status in statuses.items():
             self.resident[pid] = max(self.resident.get(pid, 0), status.resident)
             self.kept[pid] = status.peak_resident
 
     def peak(self) -> Peak:
-        unseen = sum(max(self.kept[pid] - self.resident.get(pid, 0), 0) for pid in self.kept)
+        above = {pid: max(self.kept[pid] - self.resident.get(pid, 0), 0) for pid in self.kept}
+        unseen = max((sum(above[pid] for pid in pids) for pids in self.together), default=0)
         return Peak(self.at, self.own, self.anonymous, unseen, self.samples)
 
 
