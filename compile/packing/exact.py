@@ -1,29 +1,32 @@
 """Packing below a ceiling, by a complete search: either offsets, or the proof that there are none.
 
-Theory of operation. Time is cut into *sections* (maximal sets of buffers that are live together), and each buffer takes
+Theory of operation. Time is cut into *sections* (largest sets of buffers that are live together), and each buffer takes
 a contiguous range of them. The arena is filled upwards: of each section the search knows `top`, where its highest
-placed buffer ends; of each buffer that is not placed `least`, the lowest offset that it can still have. Then the
-`floor` of a section is the lowest `least` of its buffers, and `fill` is how high they reach when each is stacked as
-early as it can be, which is the shortest schedule of one machine with release dates (Jackson 1955). A section that
-fills past the ceiling ends a branch.
+placed buffer ends; of each buffer that is not placed `least`, the lowest offset that it can still have. The `floor` of
+a section is the lowest `least` of its buffers, and its `fill` how high they reach when each is stacked as early as it
+can be: the shortest schedule of one machine with release dates. Where that is above the ceiling a branch ends.
 
 A node branches on one section whose lowest candidates rest on a flat floor: which of them comes to stand at the floor,
 or none does (then the floor rises to the next height at which one can be supported). The section with the fewest
-choices goes first. Only solutions are searched whose offsets have the least sum, so that
+choices goes first, in two of four rules (Haralick and Elliott 1980). What makes the tree small:
 
-- every buffer stands on the ground or on another (the canonical solutions of MiniMalloc, Moffitt 2023, section 4), and
-- no hole is left into which a buffer that is placed higher would fit (its dominance rule, section 5.3);
-- a buffer that would fill a section past the ceiling if it were the lowest there stands on one of the others
-  ("not first" of Carlier and Pinson 1989);
-- parts of the arena between which no buffer is left are independent: what fails in one goes back to the last decision
-  that touched it (the decomposition of MiniMalloc, as conflict-directed backjumping);
-- a state that has failed is kept by its hash (64 bits beside its slot in the table) and fails at once where other
-  decisions lead to it again.
+- Only arenas are searched whose offsets have the least sum. There every buffer stands on the ground or on another (the
+  canonical solutions of MiniMalloc, Moffitt 2023), and no hole is left that a buffer above it would fit into (its
+  dominance rule).
+- A buffer that would fill a section past the ceiling if it were the lowest there stands on one of the others (the "not
+  first" rule of disjunctive scheduling, Torres and Lopez 2000).
+- Ranges of sections that no buffer crosses any more are independent (MiniMalloc's decomposition): what fails in one
+  goes back to the last decision that touched it, as in backjumping along a constraint graph (Dechter 1990).
+- A state that has failed is kept by its hash, and fails at once where other decisions lead to it again. Two states of
+  equal hash (64 bits) could hide a solution, and so make a proof wrong; they never make a wrong solution.
 
 Nothing here depends on time or on threads: the search ends after a counted number of nodes.
 
-References: M. D. Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning",
-ASPLOS 2023; J. Carlier and E. Pinson, "An algorithm for solving the job-shop problem", Management Science 35 (1989).
+M. D. Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning", ASPLOS 2023;
+R. M. Haralick and G. L. Elliott, "Increasing tree search efficiency for constraint satisfaction problems", Artificial
+Intelligence 14 (1980); P. Torres and P. Lopez, "On not-first/not-last conditions in disjunctive scheduling", European
+Journal of Operational Research 127 (2000); R. Dechter, "Enhancement schemes for constraint processing", Artificial
+Intelligence 41 (1990).
 """
 
 from __future__ import annotations
@@ -62,7 +65,13 @@ def _kept(function: F) -> F:
 
 
 class _State(NamedTuple):
-    """Arrays: over buffers, in order of preference; over sections; and the trail of what was overwritten."""
+    """What is known at a node: of buffers (begin to placed), of sections (top to uneven), and the trail.
+
+    `live` is filled anew for each node; `twin` is the equal buffer before this one, or -1; `waiting` counts buffers of
+    a section that are not placed, `across` those that are in the section before it too; `choices` counts candidates,
+    `uneven` marks sections of which one does not rest flat; `total`, `lowest_end` and `second_end` are of the buffers
+    that wait. The trail says which `least` (by buffer) or `top` (by -1 - section) was what.
+    """
 
     begin: Ints
     end: Ints

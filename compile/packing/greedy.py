@@ -13,7 +13,7 @@ ROUNDS, WORK = 32, 200_000_000
 
 
 def orders(problem: Problem) -> Iterator[Ints]:
-    """By size (TFLite Micro's planner), by size times life, by life, and by birth; the larger first."""
+    """By size (Pisarchyk and Lee 2020, and TFLite Micro's planner), by size times life, by life, and by birth."""
     size, life = problem.size, problem.end - problem.begin
     yield np.lexsort((problem.begin, -size))
     yield np.lexsort((problem.begin, -size * life))

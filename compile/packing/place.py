@@ -16,7 +16,7 @@ from targets.arena import Arena, Buffer, Placed, lower_bound
 ALIGNMENT = 256
 """What onnxruntime's arena rounds every request to (kMinAllocationSize of its BFC arena)."""
 
-EFFORT = 500_000_000
+EFFORT = 1_000_000_000
 """Buffers and sections that the complete search may look at: a few seconds' worth."""
 
 
@@ -87,9 +87,9 @@ def cost(problem: Problem) -> int:
 def improve(problem: Problem, packing: Packing, effort: int, goal: int = 0) -> Packing:
     """Search below the packing's height, with restarts, until it is proven lowest, at most `goal`, or effort ends.
 
-    Successful searches hardly go back, unsuccessful ones for ever, so each attempt has its own order of buffers and few
-    nodes: Luby, Sinclair and Zuckerman's sequence (1993), which is optimal when nothing is known. Every other attempt
-    is at the bound; those between come down by halves, and prove what cannot be.
+    Successful searches hardly go back, unsuccessful ones for ever (Gomes, Selman and Kautz 1998), so each attempt has
+    its own order of buffers and few nodes. Every other attempt is at the bound; those between come down by halves, and
+    raise the bound where they prove that there is nothing.
     """
     # Compiled when first imported: only models that greedy does not pack perfectly pay for it.
     from compile.packing.exact import FOUND, NONE, search  # noqa: PLC0415
@@ -105,7 +105,7 @@ def improve(problem: Problem, packing: Packing, effort: int, goal: int = 0) -> P
             halvings += 1
             ceiling = best.height - max(1, (best.height - lowest) >> halvings)
         order, rule, favour = _preferences(problem, attempt)
-        nodes = min(nodes_left, 3 * len(order) * luby(attempt // 2 + 1))
+        nodes = min(nodes_left, 3 * len(order) * patience(attempt // 2 + 1))
         result, offsets, used = search(problem.part(order), ceiling, rule, favour, nodes)
         nodes_left -= used
         best.nodes += used
@@ -124,19 +124,23 @@ def improve(problem: Problem, packing: Packing, effort: int, goal: int = 0) -> P
 def _preferences(problem: Problem, attempt: int) -> tuple[Ints, int, Ints]:
     """Which buffers are tried first, the rule by which a section is chosen, and what decides between equal sections.
 
-    Large and long-lived ones first, in a mixture that changes with the attempt. Products and square roots only: they
-    are the same on every machine.
+    Large and long-lived ones first, in a mixture that changes with the attempt. In whole numbers, which are the same on
+    every machine.
     """
     rng = random.Random(attempt)  # noqa: S311 - not for secrets
-    by_life, by_size, noise = rng.choice((0, 1, 1, 2)), rng.choice((0, 1, 2)), rng.choice((0, 0, 0.25, 1))
-    life, size = (problem.end - problem.begin).astype(float), problem.size.astype(float)
-    random_factor = np.array([1 + noise * rng.random() for _ in range(len(size))])
-    order = np.argsort(-(life**by_life) * size**by_size * random_factor, kind="stable")
+    by_life, by_size, noise = rng.choice((0, 1, 1, 2)), rng.choice((0, 1, 2)), rng.choice((0, 0, 1, 4))
+    weights = [
+        life**by_life * size**by_size * (4096 + noise * rng.getrandbits(10))
+        for life, size in zip((problem.end - problem.begin).tolist(), problem.size.tolist(), strict=True)
+    ]
+    order = np.array(sorted(range(len(weights)), key=lambda buffer: -weights[buffer]), np.int64)
     favour = np.array([rng.getrandbits(30) for _ in range(problem.sections)], np.int64)
     return order, rng.randrange(4), favour
 
 
-def luby(index: int) -> int:
-    """1, 1, 2, 1, 1, 2, 4, 1, 1, 2, ... from index 1 on."""
-    power = index.bit_length()
-    return 1 << power - 1 if index + 1 == 1 << power else luby(index - (1 << power - 1) + 1)
+def patience(turn: int) -> int:
+    """1, but 8 at every eighth turn, 64 at every 64th, and so on, from turn 1 on: all lengths get equal shares.
+
+    Luby, Sinclair and Zuckerman (1993) show that such a sequence is best where nothing is known, to within a factor.
+    """
+    return 1 if turn % 8 else 8 * patience(turn // 8)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compile.packing.place import luby, pack, place
+from compile.packing.place import pack, patience, place
 from compile.packing.problem import Problem
 from targets.arena import Buffer, check_arena, lower_bound
 from tests.support.packing import (
@@ -119,5 +119,7 @@ def test_ten_thousand_buffers() -> None:
     assert arena.height < 1.2 * arena.lower_bound
 
 
-def test_the_sequence_of_luby() -> None:
-    assert [luby(index) for index in range(1, 16)] == [1, 1, 2, 1, 1, 2, 4, 1, 1, 2, 1, 1, 2, 4, 8]
+def test_long_attempts_are_as_rare_as_they_are_long() -> None:
+    turns = [patience(turn) for turn in range(1, 513)]
+    assert [turns.count(length) for length in (1, 8, 64, 512)] == [448, 56, 7, 1]
+    assert turns[7] == 8
