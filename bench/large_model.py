@@ -13,6 +13,7 @@ and four times the bundle; everything is deleted afterwards (--keep).
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import re
 import subprocess
@@ -23,8 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.big_model import generate, shape_for
+from bench.dd import drop_caches, read_seconds, write_seconds
 from bench.large_answers import ROWS, compare_answers
 from bench.machine import describe_machine, measured_on
+from bench.streamed_pass import report as pass_report
+from bench.streamed_pass import streamed_pass
 from compile.limits import limited
 from targets.bundle import Residency, read_manifest
 from targets.tensor import human, parse_size
@@ -77,7 +81,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         generate(model, shape)
     compiled = compile_limited(model, bundle, shape.hidden, options)
     written = sum(entry.nbytes for entry in read_manifest(bundle).files)
-    floor = {"read_s": dd_read(data), "write_s": dd_write(folder, written)}
+    floor = {"read_s": round(read_seconds(data), 1), "write_s": round(write_seconds(folder, written), 1)}
     manifest = read_manifest(bundle)
     return {
         "machine": describe_machine("onnxruntime", "numpy"),
@@ -90,7 +94,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "bundle": {
             "bytes": written,
             "segments": len(manifest.segments),
-            "residency": manifest.segments[0].residency.value,
+            "residency": dict(collections.Counter(segment.residency.value for segment in manifest.segments)),
             "run_phase_bytes": manifest.plan.phase("run").total_bytes,
             "budget_bytes": manifest.plan.budget_bytes,
         },
@@ -105,6 +109,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "ratio_all": round(compiled["seconds"] / sum(floor.values()), 2),
         "answers": compare_answers(model, bundle, options.host_memory, options.max_error),
         "prove": prove(bundle),
+        "streamed_pass": streamed_pass(bundle) if manifest.plan.sweep else None,
     }
 
 
@@ -132,37 +137,6 @@ def compile_limited(model: Path, bundle: Path, hidden: int, options: argparse.Na
             "seconds": round(seconds, 1),
             "phases": {name: float(taken) for name, taken in PHASE.findall(done.stderr)},
         }
-
-
-def drop_caches() -> None:
-    """Start from a cold page cache where this process may say so."""
-    subprocess.run(["sync"], check=True)
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("3")
-    except OSError:
-        print("the page cache stays warm: no right to drop it", file=sys.stderr)
-
-
-def dd_read(path: Path) -> float:
-    """Seconds to read a file once, cold."""
-    drop_caches()
-    return _timed(["dd", f"if={path}", "of=/dev/null", "bs=8M", "status=none"])
-
-
-def dd_write(folder: Path, nbytes: int) -> float:
-    """Seconds to write as many bytes and have them on disk."""
-    target = folder / "floor.bin"
-    try:
-        count = f"count={-(-nbytes // (8 << 20))}"
-        return _timed(["dd", "if=/dev/zero", f"of={target}", "bs=8M", count, "conv=fsync", "status=none"])
-    finally:
-        target.unlink(missing_ok=True)
-
-
-def _timed(command: list[str]) -> float:
-    started = time.monotonic()
-    subprocess.run(command, check=True)
-    return round(time.monotonic() - started, 1)
 
 
 def prove(bundle: Path) -> dict[str, Any]:
@@ -199,7 +173,9 @@ def report(figures: dict[str, Any]) -> str:
         f"Limit: {compiled['mechanism']}, {human(compiled['limit_bytes'])}, peak {peak} (page cache included), "
         f"{compiled['oom_kills']} kills.",
         "",
-        f"Bundle: {human(bundle['bytes'])} in {bundle['segments']} segments, residency {bundle['residency']}; the "
+        f"Bundle: {human(bundle['bytes'])} in {bundle['segments']} segments ("
+        + ", ".join(f"{count} {residency}" for residency, count in bundle["residency"].items())
+        + "); the "
         f"plan's run phase is {human(bundle['run_phase_bytes'])} of {human(bundle['budget_bytes'])}.",
         "",
         f"Relative L2 end to end {figures['end_to_end_relative_l2']}; by segment (isolated / accumulated): "
@@ -209,6 +185,7 @@ def report(figures: dict[str, Any]) -> str:
         *_answers(figures["answers"]),
         "",
         *_speed(figures["prove"]),
+        *(pass_report(figures["streamed_pass"]) if figures["streamed_pass"] else []),
         "What `prove` measured:",
         "",
         "```json",
