@@ -47,7 +47,6 @@ class Rules:
     `budget`: bytes for weights and activations, after all that does not depend on cuts (runtime, workspace, state).
     `segment`: most weight bytes of one segment, wherever a legal cut can keep to it.
     `count`: exactly so many segments. `forced`: ends that must be.
-    `pinned`: weights that stay in memory, where they count once, for all.
     """
 
     loading: Loading = Loading.KEPT
@@ -55,7 +54,6 @@ class Rules:
     segment: int | None = None
     count: int | None = None
     forced: frozenset[int] = frozenset()
-    pinned: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +95,7 @@ def best_cuts(order: Order, rules: Rules, rates: Rates, most: int | None = None)
     greedy = cut(order.positions, _greedy_limit(order, rules))
     legal = legal_ends(order.positions)
     ends = candidates(order.positions, rules.forced | {*greedy}, most or MOST_ENDS[rules.loading])
-    problem = _Problem(tables(order, ends, rules.pinned), legal, rules, rates)
+    problem = _Problem(tables(order, ends), legal, rules, rates)
     chosen = problem.solve(rules.budget)
     if chosen is None:
         raise NoCutsError
@@ -106,7 +104,7 @@ def best_cuts(order: Order, rules: Rules, rates: Rates, most: int | None = None)
         problem.cost(chosen),
         tuple(greedy),
         problem.judge([problem.tables.bounds.index(end) for end in (0, *greedy)]),
-        bound_ns(order, rules, rates, 0 if rules.loading is Loading.KEPT else int(problem.tables.streamed[0, -1])),
+        bound_ns(order, rules, rates, 0 if rules.loading is Loading.KEPT else int(problem.tables.weights[0, -1])),
         exact=len(ends) == len(legal),
     )
 
@@ -117,7 +115,7 @@ def least_budget(order: Order, rules: Rules, rates: Rates, most: int | None = No
     None where the other rules leave no cuts. As `best_cuts` it looks at no more than `most` legal ends.
     """
     ends = candidates(order.positions, rules.forced, most or MOST_ENDS[rules.loading])
-    problem = _Problem(tables(order, ends, rules.pinned), legal_ends(order.positions), rules, rates)
+    problem = _Problem(tables(order, ends), legal_ends(order.positions), rules, rates)
     return problem.least_budget(order)
 
 
@@ -133,8 +131,7 @@ def _greedy_limit(order: Order, rules: Rules) -> int:
     total = sum({name: nbytes for position in order.positions for name, nbytes in position.weights}.values())
     limits = [total, *([rules.segment] if rules.segment is not None else [])]
     if rules.budget is not None and rules.loading is not Loading.KEPT:
-        pinned = {name: n for position in order.positions for name, n in position.weights if name in rules.pinned}
-        room = rules.budget - sum(pinned.values()) - peak_bytes(order)
+        room = rules.budget - peak_bytes(order)
         limits.append(room // 2 if rules.loading is Loading.AHEAD else room)
     return max(min(limits), 0)
 
@@ -146,8 +143,8 @@ class _Problem:
         self.tables, self._rules, self._rates = made, rules, rates
         self._own = rates.launch_ns + _ns(made.copied, rates.memory)
         kept = rules.loading is Loading.KEPT
-        self._load = np.zeros_like(made.streamed) if kept else _ns(made.streamed, rates.storage)
-        self._need = made.active + (made.weights[0, -1] if kept else made.streamed + made.pinned_bytes)
+        self._load = np.zeros_like(made.weights) if kept else _ns(made.weights, rates.storage)
+        self._need = made.active + (made.weights[0, -1] if kept else made.weights)
         self._may = np.triu(np.ones(made.weights.shape, bool), 1) & ~_parted(made.bounds, sorted(rules.forced))
         if rules.segment is not None:
             self._may &= (made.weights <= rules.segment) | ~_parted(made.bounds, legal)
@@ -196,7 +193,7 @@ class _Problem:
         """best[k, a, b]: the least cost up to boundary b with [a, b) the last segment, without the first one's loading,
         which closes the circle."""
         count, size = self._rules.count, len(self.tables.bounds)
-        streamed, load, work = self.tables.streamed, self._load, self.tables.work_ns
+        streamed, load, work = self.tables.weights, self._load, self.tables.work_ns
         best = np.full(((count or 0) + 1, size, size), NEVER, np.int64)
         parent = np.zeros(best.shape, np.int32)
         best[0 if count is None else 1, 0, first] = self._own[0, first]
@@ -239,7 +236,7 @@ class _Problem:
         parts = list(itertools.pairwise(chosen))
         ahead = [0] * len(parts)
         if self._rules.loading is Loading.AHEAD and len(parts) > 1:
-            ahead = [int(self.tables.streamed[part]) for part in (*parts[1:], parts[0])]
+            ahead = [int(self.tables.weights[part]) for part in (*parts[1:], parts[0])]
         return [int(self._need[part]) + more for part, more in zip(parts, ahead, strict=True)]
 
     def judge(self, chosen: Sequence[int]) -> int | None:
@@ -251,7 +248,7 @@ class _Problem:
 
     def least_budget(self, order: Order) -> tuple[int, int] | None:
         """See the function of that name."""
-        low, high = -1, int(self._need.max() + self.tables.streamed.max())
+        low, high = -1, int(self._need.max() + self.tables.weights.max())
         chosen = self.solve(high)
         if chosen is None:
             return None

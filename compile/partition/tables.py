@@ -83,26 +83,24 @@ def candidates(positions: Sequence[Position], needed: Collection[int], most: int
 class Tables:
     """What every segment [bounds[a], bounds[b]) would have: bytes, int64 [len(bounds), len(bounds)], upper triangle.
 
-    `weights`: its distinct weights, `streamed`: those that are not pinned, `active`: the most of activations that are
-    in memory at once, `copied`: taken from earlier segments and given to later ones, `work_ns`: its nodes' work, in ns.
+    `weights`: its distinct weights, `active`: the most of activations that are in memory at once, `copied`: taken from
+    earlier segments and given to later ones, `work_ns`: its nodes' work, in ns.
     """
 
     bounds: list[int]
     weights: Table
-    streamed: Table
     active: Table
     copied: Table
     work_ns: Table
-    pinned_bytes: int
 
 
-def tables(order: Order, ends: Sequence[int], pinned: frozenset[str] = frozenset()) -> Tables:
+def tables(order: Order, ends: Sequence[int]) -> Tables:
     """The tables for those ends."""
     at = [0, *ends]
     size = len(at)
-    weights, streamed, active, copied = (np.zeros((size, size), np.int64) for _ in range(4))
+    weights, active, copied = (np.zeros((size, size), np.int64) for _ in range(3))
     # Of each start, for the segment from it to the node that is looked at.
-    held, free, taken, live, most, given = (np.zeros(size, np.int64) for _ in range(6))
+    held, taken, live, most, given = (np.zeros(size, np.int64) for _ in range(5))
     arriving = np.zeros(size, np.int64)
     made: list[list[Activation]] = [[] for _ in order.positions]
     read: list[list[tuple[Activation, int]]] = [[] for _ in order.positions]
@@ -111,7 +109,6 @@ def tables(order: Order, ends: Sequence[int], pinned: frozenset[str] = frozenset
         for before, reader in itertools.pairwise((value.made, *value.readers)):
             read[reader].append((value, before))
     last_use: dict[str, int] = {}
-    pinned_bytes = {name: n for position in order.positions for name, n in position.weights if name in pinned}
     column = 1
     for node, position in enumerate(order.positions):
         begun = bisect.bisect_right(at, node, hi=size - 1)
@@ -119,8 +116,6 @@ def tables(order: Order, ends: Sequence[int], pinned: frozenset[str] = frozenset
             first = bisect.bisect_right(at, last_use.get(name, -1), hi=begun)
             last_use[name] = node
             held[first:begun] += nbytes
-            if name not in pinned:
-                free[first:begun] += nbytes
         for value, before in read[node]:
             taken[bisect.bisect_right(at, before, hi=begun) : begun] += value.nbytes
         for value in made[node]:
@@ -134,14 +129,14 @@ def tables(order: Order, ends: Sequence[int], pinned: frozenset[str] = frozenset
                 given[:since] -= value.nbytes if value.readers else 0
         if node + 1 == at[column]:
             rows = slice(0, column)
-            weights[rows, column], streamed[rows, column] = held[rows], free[rows]
+            weights[rows, column] = held[rows]
             active[rows, column] = arriving[rows] + most[rows]
             copied[rows, column] = taken[rows] + given[rows]
             arriving[column] = live[0]
             column += 1
     done = np.concatenate([[0], np.cumsum(np.array(order.work_ns, np.int64))])[at]
     work = np.maximum(done[None, :] - done[:, None], 0)
-    return Tables(at, weights, streamed, active, copied, work, sum(pinned_bytes.values()))
+    return Tables(at, weights, active, copied, work)
 
 
 def peak_bytes(order: Order) -> int:

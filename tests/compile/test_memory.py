@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from compile.memory import (
     PREFERENCE,
     SERVICE_BYTES,
     Footprint,
+    _sweep,
     activation_buffers,
     arena_in_practice,
     choose,
@@ -304,3 +306,36 @@ def test_what_fits_in_some_way_is_compiled(parts: list[tuple[int, int, int]], me
     assert STREAMED not in residencies or not any(map(fits, alike[:-1]))
     if made.sweep and fits(residencies):
         assert made.sweep.pass_bytes <= sum(made.sweep.segment_bytes)
+
+
+def simulated(sizes: Sequence[int], room: int, evict_next: bool) -> int:
+    """Pages that the last of many passes reads, where a cache of `room` pages evicts what was used last, or, of what
+    is needed next, the last (Belady); every page of a segment is read once in its turn."""
+    pages = [(step, at) for step, size in enumerate(sizes) for at in range(size)]
+    cached: dict[tuple[int, int], int] = {}
+    read = total = 0
+    passes = 12
+    for turn in range(passes):
+        read = 0
+        for at, page in enumerate(pages):
+            now = turn * len(pages) + at
+            if page not in cached:
+                read += 1
+                if len(cached) >= room:
+                    # In a circle, what was used just now is needed last, and what was used first is needed next.
+                    others = cached if room else {}
+                    victim = (max if evict_next else min)(others, key=lambda each: cached[each])
+                    del cached[victim]
+            cached[page] = now
+        total += read if turn >= passes // 2 else 0
+    return round(total / (passes - passes // 2)) if evict_next else read
+
+
+@given(st.lists(st.integers(1, 12), min_size=2, max_size=6), st.integers(2, 60))
+def test_what_other_caches_would_read_is_what_a_simulation_of_them_reads(sizes: list[int], room: int) -> None:
+    page = 4096
+    parts = [WeightFootprint(0, 0, 0, 0, copies=size * page) for size in sizes]
+    found = _sweep(parts, (STREAMED,) * len(parts), room * page)
+    assert found.lru_bytes == simulated(sizes, room, evict_next=False) * page
+    # A cache that holds what it reads has one page less for the others than one that need not.
+    assert abs(found.belady_bytes // page - simulated(sizes, room, evict_next=True)) <= 1

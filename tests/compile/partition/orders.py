@@ -37,7 +37,6 @@ def problems(draw: st.DrawFn, loadings: Sequence[Loading], most: int = 10) -> tu
     """An order, rules that can be too tight, and rates at which nothing is negligible."""
     order = draw(orders(most))
     loading = draw(st.sampled_from(loadings))
-    names = sorted({name for position in order.positions for name, _ in position.weights})
     total = sum({n: b for position in order.positions for n, b in position.weights}.values())
     legal = [at + 1 for at, position in enumerate(order.positions[:-1]) if position.crossing is not None]
     rules = Rules(
@@ -46,7 +45,6 @@ def problems(draw: st.DrawFn, loadings: Sequence[Loading], most: int = 10) -> tu
         segment=draw(st.none() | st.none() | st.integers(0, 200)),
         count=draw(st.none() | st.none() | st.integers(1, 4)),
         forced=frozenset(draw(st.sets(st.sampled_from(legal), max_size=2)) if legal and draw(st.booleans()) else ()),
-        pinned=frozenset(draw(st.sets(st.sampled_from(names), max_size=3)) if names and draw(st.booleans()) else ()),
     )
     return (
         order,
@@ -92,10 +90,7 @@ def judge(order: Order, ends: Sequence[int], rules: Rules, rates: Rates) -> tupl
     assert all(start < end for start, end in parts)
     assert legal is None or legal >= set(ends)
     everything = weights_of(order, 0, count)
-    pinned = sum(nbytes for name, nbytes in everything.items() if name in rules.pinned)
-    streamed = [
-        sum(nbytes for name, nbytes in weights_of(order, *part).items() if name not in rules.pinned) for part in parts
-    ]
+    streamed = [sum(weights_of(order, *part).values()) for part in parts]
     several = len(parts) > 1
     cost = needed = 0
     for index, (start, end) in enumerate(parts):
@@ -103,7 +98,7 @@ def judge(order: Order, ends: Sequence[int], rules: Rules, rates: Rates) -> tupl
         if rules.loading is Loading.KEPT:
             there += sum(everything.values())
         else:
-            there += pinned + streamed[index]
+            there += streamed[index]
             loading = math.ceil(streamed[index] / rates.storage * 1e9)
             if rules.loading is Loading.AHEAD and several:
                 there += streamed[(index + 1) % len(parts)]

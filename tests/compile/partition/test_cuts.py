@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 from hypothesis import assume, given, settings
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from compile.partition.cuts import Cuts, Loading, NoCutsError, Rates, Rules, best_cuts, least_budget
 from compile.partition.greedy import Position
-from compile.partition.pinning import pin
 from compile.partition.tables import Activation, Order, legal_ends, tables
 from tests.compile.partition.orders import active_bytes, judge, orders, partitions, problems, weights_of
 
@@ -113,43 +111,6 @@ def test_fewer_candidates_cost_no_more_than_greedy_and_tell_their_gap(
         assert whole.cost_ns == found.cost_ns
 
 
-# -- pinning ---------------------------------------------------------------------------------------------------------
-
-
-def check_pinning(order: Order, rules: Rules, rates: Rates) -> None:
-    """Against every subset of the weights, each with its best partition."""
-    rules = dataclasses.replace(rules, pinned=frozenset(), budget=rules.budget if rules.budget is not None else 150)
-    names = sorted({name for position in order.positions for name, _ in position.weights})
-    best = math.inf
-    for mask in range(1 << len(names)):
-        pinned = frozenset(name for at, name in enumerate(names) if mask >> at & 1)
-        least = cheapest(order, dataclasses.replace(rules, pinned=pinned), rates)
-        best = min(best, math.inf if least is None else least)
-    try:
-        found = pin(order, rules, rates)
-    except NoCutsError:
-        # A descent that tries one weight at a time misses what only two together make possible.
-        assert cheapest(order, rules, rates) is None
-        return
-    check(found.cuts, order, dataclasses.replace(rules, pinned=found.pinned), rates)
-    assert found.bound_ns <= best <= found.cuts.cost_ns
-    unpinned = cheapest(order, rules, rates)
-    assert unpinned is None or found.cuts.cost_ns <= unpinned
-
-
-@settings(max_examples=25)
-@given(problems(STREAMED, 5))
-def test_pinning_never_costs_and_stays_above_its_bound(problem: tuple[Order, Rules, Rates]) -> None:
-    check_pinning(*problem)
-
-
-@pytest.mark.slow
-@settings(max_examples=300)
-@given(problems(STREAMED, 6))
-def test_pinning_of_many_orders(problem: tuple[Order, Rules, Rates]) -> None:
-    check_pinning(*problem)
-
-
 # -- by hand ---------------------------------------------------------------------------------------------------------
 
 
@@ -184,15 +145,11 @@ def test_loading_hides_under_the_segment_in_front() -> None:
     assert ahead.cost_ns == 4 + 6
 
 
-def test_a_tied_weight_counts_in_each_segment_unless_it_is_pinned() -> None:
+def test_a_tied_weight_counts_in_each_segment() -> None:
     table = Position((("table", 50),), 1)
     middle = [Position(((f"w{at}", 40),), 1) for at in range(3)]
     order = Order([table, *middle, table], [Activation(at, (at + 1,), 1) for at in range(4)], [0] * 5)
-    rules = Rules(Loading.ALONE, budget=100)
-    assert best_cuts(order, rules, GIGABYTE_S).cost_ns > 2 * 50 + 3 * 40
-    pinned = pin(order, rules, GIGABYTE_S)
-    assert pinned.pinned == {"table"}
-    assert 3 * 40 < pinned.cuts.cost_ns < 3 * 40 + 20
+    assert best_cuts(order, Rules(Loading.ALONE, budget=100), GIGABYTE_S).cost_ns > 2 * 50 + 3 * 40
 
 
 def test_the_least_budget_and_the_node_that_needs_it() -> None:
