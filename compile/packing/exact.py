@@ -15,8 +15,10 @@ choices goes first, in two of four rules (Haralick and Elliott 1980). What makes
   dominance rule).
 - A buffer that would fill a section past the ceiling if it were the lowest there stands on one of the others (the "not
   first" rule of disjunctive scheduling, Torres and Lopez 2000).
-- Ranges of sections that no buffer crosses any more are independent (MiniMalloc's decomposition): what fails in one
-  goes back to the last decision that touched it, as in backjumping along a constraint graph (Dechter 1990).
+- Ranges of sections that no buffer crosses any more are independent (MiniMalloc's decomposition).
+- Of every least offset the search knows the range of sections that are its reason, so it knows that of every failure,
+  and goes back to the last decision that touched it (conflict-directed backjumping, Prosser 1993). Decisions in between
+  are about other times.
 - A state that has failed is kept by its hash, and fails at once where other decisions lead to it again. Two states of
   equal hash (64 bits) could hide a solution, and so make a proof wrong; they never make a wrong solution.
 
@@ -25,8 +27,8 @@ Nothing here depends on time or on threads: the search ends after a counted numb
 M. D. Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning", ASPLOS 2023;
 R. M. Haralick and G. L. Elliott, "Increasing tree search efficiency for constraint satisfaction problems", Artificial
 Intelligence 14 (1980); P. Torres and P. Lopez, "On not-first/not-last conditions in disjunctive scheduling", European
-Journal of Operational Research 127 (2000); R. Dechter, "Enhancement schemes for constraint processing", Artificial
-Intelligence 41 (1990).
+Journal of Operational Research 127 (2000); P. Prosser, "Hybrid algorithms for the constraint satisfaction problem",
+Computational Intelligence 9 (1993).
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ class _State(NamedTuple):
     `live` is filled anew for each node; `twin` is the equal buffer before this one, or -1; `waiting` counts buffers of
     a section that are not placed, `across` those that are in the section before it too; `choices` counts candidates,
     `uneven` marks sections of which one does not rest flat; `total`, `lowest_end` and `second_end` are of the buffers
-    that wait. The trail says which `least` (by buffer) or `top` (by -1 - section) was what.
+    that wait. The sections [`since`, `until`) are the reason for `least`, [`first_cause`, `last_cause`) for all of a
+    section's buffers. The trail says which `least` (by buffer) or `top` (by -1 - section) was what.
     """
 
     begin: Ints
@@ -81,6 +84,8 @@ class _State(NamedTuple):
     by_least: Ints
     live: Ints
     twin: Ints
+    since: Ints
+    until: Ints
     placed: NDArray[np.bool_]
     top: Ints
     floor: Ints
@@ -91,21 +96,42 @@ class _State(NamedTuple):
     choices: Ints
     lowest_end: Ints
     second_end: Ints
+    first_cause: Ints
+    last_cause: Ints
     uneven: NDArray[np.bool_]
     trail_at: Ints
     trail_was: Ints
+    trail_since: Ints
+    trail_until: Ints
 
 
 def _state(problem: Problem) -> _State:
     begin, end, size = (np.ascontiguousarray(each) for each in (problem.begin, problem.end, problem.size))
     n, sections = len(size), problem.sections
-    (least, live), twin, offset = np.zeros((2, n), np.int64), np.full(n, -1), np.full(n, -1)
+    (least, live, until), twin, offset = (
+        np.zeros((3, n), np.int64),
+        np.full(n, -1),
+        np.full(n, -1),
+    )
+    since = np.full(n, sections)
     state = _State._make(
         [
-            *(begin, end, size, offset, least, np.arange(n), live, twin, np.zeros(n, np.bool_)),
-            *np.zeros((9, sections), np.int64),
+            *(
+                begin,
+                end,
+                size,
+                offset,
+                least,
+                np.arange(n),
+                live,
+                twin,
+                since,
+                until,
+                np.zeros(n, np.bool_),
+            ),
+            *np.zeros((11, sections), np.int64),
             np.zeros(sections, np.bool_),
-            *np.empty((2, min((4 * n + 2) * (n + 8), MOST_CHANGES)), np.int64),
+            *np.empty((4, min((4 * n + 2) * (n + 8), MOST_CHANGES)), np.int64),
         ]
     )
     last: dict[tuple[int, int, int], int] = {}
@@ -129,11 +155,13 @@ class _Path(NamedTuple):
     decision: Ints
     start: Ints
     mark: Ints
+    since: Ints
+    until: Ints
     hash: NDArray[np.uint64]
 
 
 def _path(depths: int) -> _Path:
-    return _Path._make([*np.zeros((7, depths), np.int64), np.zeros(depths, np.uint64)])
+    return _Path._make([*np.zeros((9, depths), np.int64), np.zeros(depths, np.uint64)])
 
 
 @_compiled
@@ -172,15 +200,21 @@ def _live(state: _State, a: int, b: int) -> Ints:
 @_compiled
 def _not_first(state: _State, live: Ints, a: int, b: int, ceiling: int, mark: int) -> int:
     """Raise what cannot be the lowest of a section to the lowest end of another one there."""
-    begin, end, size, least = state.begin, state.end, state.size, state.least
+    begin, end, size, least, since, until = state.begin, state.end, state.size, state.least, state.since, state.until
     total, lowest, second = state.total, state.lowest_end, state.second_end
+    first, last = state.first_cause, state.last_cause
     for section in range(a, b):
         total[section] = 0
         lowest[section] = second[section] = ceiling + 1
+        first[section], last[section] = section, section + 1
     for buffer in live:
         stop = least[buffer] + size[buffer]
         for section in range(begin[buffer], end[buffer]):
             total[section] += size[buffer]
+            first[section], last[section] = (
+                min(first[section], since[buffer]),
+                max(last[section], until[buffer]),
+            )
             if stop < lowest[section]:
                 second[section] = lowest[section]
                 lowest[section] = stop
@@ -188,25 +222,29 @@ def _not_first(state: _State, live: Ints, a: int, b: int, ceiling: int, mark: in
                 second[section] = stop
     for buffer in live:
         stop = least[buffer] + size[buffer]
-        raised = least[buffer]
+        raised, why = least[buffer], np.int64(0)
         for section in range(begin[buffer], end[buffer]):
             if least[buffer] + total[section] > ceiling:
-                raised = max(raised, second[section] if lowest[section] == stop else lowest[section])
+                other = second[section] if lowest[section] == stop else lowest[section]
+                if other > raised:
+                    raised, why = other, section
         if raised > least[buffer]:
-            mark = _change(least, buffer, raised, state.trail_at, state.trail_was, buffer, mark)
+            mark = _raise(state, buffer, raised, first[why], last[why], mark)
     return mark
 
 
 @_compiled
-def _change(values: Ints, at: int, value: int, trail_at: Ints, trail_was: Ints, name: int, mark: int) -> int:
-    trail_at[mark], trail_was[mark] = name, values[at]
-    values[at] = value
+def _raise(state: _State, buffer: int, offset: int, since: int, until: int, mark: int) -> int:
+    """A higher least offset, for reasons in the sections [since, until)."""
+    state.trail_at[mark], state.trail_was[mark] = buffer, state.least[buffer]
+    state.trail_since[mark], state.trail_until[mark] = state.since[buffer], state.until[buffer]
+    state.least[buffer], state.since[buffer], state.until[buffer] = offset, since, until
     return mark + 1
 
 
 @_compiled
-def _fills(state: _State, live: Ints, a: int, b: int, ceiling: int) -> bool:
-    """Floor and fill of the sections [a, b); whether all stay below the ceiling."""
+def _fills(state: _State, live: Ints, a: int, b: int, ceiling: int) -> int:
+    """Floor and fill of the sections [a, b); one that does not stay below the ceiling, or -1."""
     begin, end, size, least, floor, fill = state.begin, state.end, state.size, state.least, state.floor, state.fill
     for section in range(a, b):
         floor[section], fill[section] = -1, 0
@@ -216,8 +254,8 @@ def _fills(state: _State, live: Ints, a: int, b: int, ceiling: int) -> bool:
                 floor[section] = least[buffer]
             fill[section] = max(fill[section], least[buffer]) + size[buffer]
             if fill[section] > ceiling:
-                return False
-    return True
+                return section
+    return -1
 
 
 @_compiled
@@ -235,7 +273,7 @@ def _hash(state: _State, live: Ints, a: int, b: int) -> np.uint64:
 
 @_compiled
 def _choose(state: _State, live: Ints, a: int, b: int, ceiling: int, rule: int, favour: Ints) -> int:
-    """The section to branch on, -1 if a buffer fits into a hole below the floors."""
+    """The section to branch on; -1 - buffer for a buffer that fits into a hole below the floors."""
     begin, end, size, least = state.begin, state.end, state.size, state.least
     top, floor, fill, choices, uneven = state.top, state.floor, state.fill, state.choices, state.uneven
     for section in range(a, b):
@@ -246,7 +284,7 @@ def _choose(state: _State, live: Ints, a: int, b: int, ceiling: int, rule: int, 
             ground = max(ground, top[section])
             roof = min(roof, floor[section])
         if ground + size[buffer] <= roof:
-            return -1
+            return -1 - int(buffer)
         for section in range(begin[buffer], end[buffer]):
             if floor[section] == least[buffer]:
                 choices[section] += 1
@@ -254,7 +292,13 @@ def _choose(state: _State, live: Ints, a: int, b: int, ceiling: int, rule: int, 
     best, lowest = -1, (np.int64(0), np.int64(0), np.int64(0))
     for section in range(a, b):
         slack = ceiling - fill[section]
-        key = _urgency(rule, 2 * choices[section] + (slack > 0), floor[section], slack, favour[section])
+        key = _urgency(
+            rule,
+            2 * choices[section] + (slack > 0),
+            floor[section],
+            slack,
+            favour[section],
+        )
         if not uneven[section] and (best < 0 or key < lowest):
             best, lowest = section, key
     return best
@@ -295,10 +339,13 @@ def _put(state: _State, buffer: int, floor: int, mark: int) -> int:
     for section in range(first, last):
         waiting[section] -= 1
         across[section] -= section > first
-        mark = _change(top, section, stop, trail_at, trail_was, -1 - section, mark)
+        trail_at[mark], trail_was[mark] = -1 - section, top[section]
+        top[section] = stop
+        mark += 1
     for other in range(begin.size):
         if not placed[other] and begin[other] < last and first < end[other] and least[other] < stop:
-            mark = _change(least, other, stop, trail_at, trail_was, other, mark)
+            where = max(first, begin[other])
+            mark = _raise(state, other, stop, where, where + 1, mark)
     return mark
 
 
@@ -316,14 +363,25 @@ def _leave(state: _State, section: int, floor: int, ceiling: int, mark: int) -> 
                 level = min(level, least[buffer])
             else:
                 first, last = min(first, begin[buffer]), max(last, end[buffer])
+    since, until = _causes(state, first, last, first, last)
     for buffer in range(begin.size):
         elsewhere = end[buffer] <= section or section < begin[buffer]
         if not placed[buffer] and elsewhere and begin[buffer] < last and first < end[buffer]:
             level = min(level, least[buffer] + size[buffer])
     for buffer in range(begin.size):
         if not placed[buffer] and begin[buffer] <= section < end[buffer] and least[buffer] < level:
-            mark = _change(least, buffer, level, state.trail_at, state.trail_was, buffer, mark)
+            mark = _raise(state, buffer, level, since, until, mark)
     return mark
+
+
+@_compiled
+def _causes(state: _State, first: int, last: int, since: int, until: int) -> tuple[int, int]:
+    """[since, until), and all sections that say how low buffers in the sections [first, last) can be."""
+    begin, end, placed, froms, tos = state.begin, state.end, state.placed, state.since, state.until
+    for buffer in range(begin.size):
+        if not placed[buffer] and begin[buffer] < last and first < end[buffer]:
+            since, until = min(since, froms[buffer]), max(until, tos[buffer])
+    return since, until
 
 
 @_compiled
@@ -339,6 +397,7 @@ def _undo(state: _State, buffer: int, mark: int, now: int) -> None:
     for at in range(now - 1, mark - 1, -1):
         if trail_at[at] >= 0:
             least[trail_at[at]] = trail_was[at]
+            state.since[trail_at[at]], state.until[trail_at[at]] = state.trail_since[at], state.trail_until[at]
         else:
             top[-1 - trail_at[at]] = trail_was[at]
 
@@ -367,22 +426,34 @@ def _enter(
     mark = _not_first(state, live, a, b, ceiling, mark)
     _sort(live, state.least)
     path.mark[depth] = mark
-    if not _fills(state, live, a, b, ceiling):
+    path.since[depth], path.until[depth] = state.top.size, 0
+    section = _fills(state, live, a, b, ceiling)
+    if section >= 0:
+        path.since[depth], path.until[depth] = _causes(state, section, section + 1, section, section + 1)
         return False, mark
     mixed = _hash(state, live, a, b)
     path.hash[depth] = mixed
-    if failed[mixed & np.uint64(failed.size - 1)] == mixed:
+    slot = mixed & np.uint64(failed.size - 1)
+    if failed[slot] == mixed:
+        path.since[depth], path.until[depth] = _causes(state, a, b, a, b)
         return False, mark
     section = _choose(state, live, a, b, ceiling, rule, favour)
+    if section < 0:
+        first, last = state.begin[-1 - section], state.end[-1 - section]
+        path.since[depth], path.until[depth] = _causes(state, first, last, first, last)
+        return False, mark
     path.branch[depth], path.floor[depth] = section, state.floor[section]
-    return section >= 0, mark
+    return True, mark
 
 
 @_compiled
 def _back(state: _State, path: _Path, depth: int, mark: int) -> tuple[int, int]:
-    """Leave a node that has failed for the last decision that touched its range; its depth (-1: there is none)."""
+    """Leave a node that has failed for the last decision that is a reason for it; its depth (-1: there is none).
+
+    What the decision rested on is a reason for the failure too.
+    """
     nothing = state.size.size
-    a, b = path.begin[depth], path.end[depth]
+    a, b = path.since[depth], path.until[depth]
     _undo(state, nothing, path.start[depth], mark)
     while depth:
         mark = path.start[depth]
@@ -393,9 +464,25 @@ def _back(state: _State, path: _Path, depth: int, mark: int) -> tuple[int, int]:
         if choice != nothing:
             begin, end = state.begin[choice], state.end[choice]
         if begin < b and a < end:
+            if choice == nothing:
+                begin, end = _hull(state, begin)
+                a, b = min(a, begin), max(b, end)
+            a, b = _causes(state, begin, end, a, b)
+            path.since[depth], path.until[depth] = min(a, path.since[depth]), max(b, path.until[depth])
             return depth, path.mark[depth]
         _undo(state, nothing, path.start[depth], path.mark[depth])
     return -1, 0
+
+
+@_compiled
+def _hull(state: _State, section: int) -> tuple[int, int]:
+    """All sections of the buffers that wait in this one."""
+    begin, end, placed = state.begin, state.end, state.placed
+    first, last = section, section + 1
+    for buffer in range(begin.size):
+        if not placed[buffer] and begin[buffer] <= section < end[buffer]:
+            first, last = min(first, begin[buffer]), max(last, end[buffer])
+    return first, last
 
 
 @_kept
@@ -415,7 +502,12 @@ def _search(
         alive, mark = _enter(state, path, depth, mark, ceiling, rule, favour, failed)
         while not alive or path.decision[depth] == n:
             if alive:
-                failed[path.hash[depth] & np.uint64(failed.size - 1)] = path.hash[depth]
+                section = path.branch[depth]
+                since, until = _causes(state, section, section + 1, path.since[depth], path.until[depth])
+                path.since[depth], path.until[depth] = min(since, section), max(until, section + 1)
+                # A failure that has reasons outside the range is not one of the state that was hashed.
+                if path.begin[depth] <= path.since[depth] and path.until[depth] <= path.end[depth]:
+                    failed[path.hash[depth] & np.uint64(failed.size - 1)] = path.hash[depth]
             depth, mark = _back(state, path, depth, mark)
             if depth < 0:
                 return NONE, used
