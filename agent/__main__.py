@@ -19,6 +19,7 @@ except ModuleNotFoundError as error:
 from agent import finalise as finalising
 from agent.config import EngineOptions, Memory, load_config
 from agent.images import load_images
+from agent.load.command import EXAMPLES, bench
 from agent.models import Model, machine_budget, open_model
 from targets.bundle import Residency
 from targets.errors import TightfitError
@@ -168,6 +169,9 @@ def _summary(model: Model, budget: int) -> str:
         f"{model.name} version {model.version} is whole and fits: {phases} of {human(budget)} on this machine, "
         f"{plan.slots} slots, compiled for {model.manifest.target} ({model.manifest.runtime})"
     )
+
+
+cli.command(epilog=EXAMPLES)(bench)
 
 
 def main() -> None:
