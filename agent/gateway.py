@@ -7,7 +7,10 @@ Theory of operation. A call goes through these stages and is settled exactly onc
 
 A slot is leased before the body is read, so that the tensors in memory are those that the plan counted; who waits at
 the door costs a connection. One timer keeps every deadline. A call that is settled while its run goes on (deadline,
-client gone) leaves its slot to the engine, and the slot is free again when the engine says Done, not before.
+client gone) leaves its slot to the engine, and the slot is free again when the engine has answered, not before.
+
+The engine makes one pass at a time. Where weights are streamed, a pass costs the reading of them, and all requests that
+are queued when it begins share it.
 """
 
 from __future__ import annotations
@@ -20,18 +23,16 @@ from typing import Any
 
 from agent import log
 from agent.config import Config
-from agent.engine.channel import Done, Load, Ready, Run, RunError, Slab
+from agent.engine.channel import Done, Load, Pass, Passed, Ready, Run, RunError, Slab, most_runs
 from agent.engine.host import EngineHost
 from agent.errors import Reason, RefusedError
 from agent.models import Model
 from agent.pool import Pool
 from agent.request import Output, Refused, Request, Result
-from agent.scheduler import EXPIRED, Scheduler
+from agent.scheduler import EXPIRED, Gathering, Scheduler
 from agent.telemetry import Telemetry
+from targets.bundle import Residency
 
-# Runs handed to the engine at once. A second one would hide the hop between processes, but could no longer be
-# cancelled, expired or overtaken.
-ENGINE_DEPTH = 1
 _FAULTS = frozenset({Reason.FAULT, Reason.ENGINE_ERROR, Reason.OUTPUT_TOO_LARGE})
 
 
@@ -61,7 +62,11 @@ class Gateway:
         # Whoever holds a slot may queue: the pool is the bound.
         self._queue: Scheduler[Request] = Scheduler(model.layout.slots)
         self._calls: dict[int, Call] = {}
+        # Slots that are leased and not ready: requests that come.
+        self._filling: set[int] = set()
         self._running: dict[int, Request] = {}
+        self._together = _requests_per_pass(model)
+        self._gathering = Gathering(self._together)
         self._ids = itertools.count(1)
         # uvloop's own clock is cached and ticks in milliseconds, so all times are of time.monotonic().
         self._timer: asyncio.TimerHandle | None = None
@@ -77,6 +82,7 @@ class Gateway:
         watch("tightfit_in_flight", "Requests that hold a slot.", lambda: float(self._pool.leased))
         watch("tightfit_slots", "Requests that can be in memory at once.", lambda: float(self._pool.slots))
         watch("tightfit_queue_depth", "Requests ready to run.", lambda: float(len(self._queue)))
+        watch("tightfit_running", "Requests in the pass that goes on.", lambda: float(len(self._running)))
         watch("tightfit_door_depth", "Requests that wait for a slot.", lambda: float(len(self._door)))
         self.telemetry.watch_memory(lambda: self._engine.pid)
 
@@ -140,7 +146,9 @@ class Gateway:
             raise RefusedError(Reason.DRAINING, "the agent is stopping", "send the request to another, or later")
         self._check_engine()
         call.slot = self._pool.lease(call.id)
-        if call.slot is None:
+        if call.slot is not None:
+            self._filling.add(call.id)
+        else:
             self._raise(self._door.submit(call, time.monotonic()))
             self._arm(call.deadline)
             await self._answer_of(call)
@@ -158,6 +166,7 @@ class Gateway:
         self._check_engine()
         assert call.slot is not None  # noqa: S101 - `admit` came before
         request = Request(call.id, call.deadline, call.slot, shapes, nbytes, outputs)
+        self._filling.discard(call.id)
         self._raise(self._queue.submit(request, time.monotonic()))
         self._arm(call.deadline)
         self._pump()
@@ -170,6 +179,7 @@ class Gateway:
             raise RuntimeError(f"call {call.id} was settled twice")
         self._door.cancel(call.id)
         self._queue.cancel(call.id)
+        self._filling.discard(call.id)
         if call.slot is not None and call.id not in self._running:
             self._release(call.slot, call.id)
         seconds = time.monotonic() - call.arrived
@@ -182,21 +192,35 @@ class Gateway:
     # --- what moves calls on
 
     def _pump(self) -> None:
-        while self._engine.up and len(self._running) < ENGINE_DEPTH:
-            request = self._queue.next(time.monotonic())
-            if request is None:
-                return
-            self._running[request.id] = request
-            self._engine.send(Run(request.id, request.slot, request.shapes, request.nbytes, request.outputs))
+        """Begin a pass, unless one goes on: a second would hide the hop between processes, but its requests could no
+        longer be cancelled, expire or have company."""
+        if self._running or not self._engine.up:
+            return
+        now = time.monotonic()
+        begins = self._gathering.begins_at(len(self._queue), len(self._filling), now)
+        if begins is None:
+            return
+        if begins > now:
+            self._arm(begins)
+            return
+        self._running = {request.id: request for request in self._queue.take(self._together, now)}
+        if self._running:
+            runs = (Run(each.id, each.slot, each.shapes, each.nbytes, each.outputs) for each in self._running.values())
+            self._engine.send(Pass(tuple(runs)))
 
     def _release(self, slot: int, owner: int) -> None:
         self._pool.release(slot, owner)
         call = self._door.next(time.monotonic())
         if call is not None:
             call.slot = self._pool.lease(call.id)
+            self._filling.add(call.id)
             _resolve(call, None)
 
-    def _on_reply(self, reply: Done | RunError) -> None:
+    def _on_reply(self, reply: Passed | Done | RunError) -> None:
+        if isinstance(reply, Passed):
+            self.telemetry.passed(reply.pass_s, reply.streamed_bytes)
+            self._gathering.ended(len(self._running), len(self._queue), reply.pass_s, time.monotonic())
+            return
         request = self._running.pop(reply.id, None)
         if request is None:
             self._log.error("the engine answered what was not asked", id=reply.id)
@@ -205,8 +229,7 @@ class Gateway:
         if call is None:
             self._release(request.slot, request.id)
         elif isinstance(reply, Done):
-            self.telemetry.ran(reply.run_s, reply.streamed_bytes)
-            _resolve(call, Result(tuple(Output(*output) for output in reply.outputs), reply.run_s))
+            _resolve(call, Result(tuple(Output(*output) for output in reply.outputs)))
         else:
             _reject(call, Refused(Reason(reply.reason), reply.message))
         self._pump()
@@ -246,6 +269,7 @@ class Gateway:
         wakeup = min((*(w for w in waiting if w is not None), *running), default=None)
         if wakeup is not None:
             self._arm(wakeup)
+        self._pump()
 
     # --- small parts
 
@@ -264,6 +288,13 @@ class Gateway:
             return await call.answer
         finally:
             call.answer = None
+
+
+def _requests_per_pass(model: Model) -> int:
+    """All slots where weights are streamed and the plan has room for what waits; else sharing would win nothing."""
+    if model.manifest.plan.sweep is None or Residency.STREAMED not in model.residencies:
+        return 1
+    return min(model.layout.slots, most_runs(model.contract))
 
 
 def _resolve(call: Call, value: Any) -> None:

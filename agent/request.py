@@ -37,7 +37,6 @@ class Result:
     """What the engine gave; the bytes are valid until the slot is released."""
 
     outputs: tuple[Output, ...]
-    run_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,14 @@ class Telemetry:
             buckets=_BUCKETS_S,
             registry=self._registry,
         )
-        self._run_s = Histogram("tightfit_run_seconds", "In the engine.", buckets=_BUCKETS_S, registry=self._registry)
+        self._pass_s = Histogram(
+            "tightfit_pass_seconds",
+            "In the engine, once through all segments; requests that wait go together where weights are streamed.",
+            buckets=_BUCKETS_S,
+            registry=self._registry,
+        )
         self._streamed = Counter(
-            "tightfit_streamed_bytes", "Files opened for the turn of a segment.", registry=self._registry
+            "tightfit_streamed_bytes", "Weights brought in for the turn of a segment.", registry=self._registry
         )
 
     def settled(self, reason: Reason, seconds: float) -> None:
@@ -53,9 +58,9 @@ class Telemetry:
         if reason is Reason.OK:
             self._request_s.observe(seconds)
 
-    def ran(self, seconds: float, streamed_bytes: int = 0) -> None:
-        """One run of the engine has ended."""
-        self._run_s.observe(seconds)
+    def passed(self, seconds: float, streamed_bytes: int) -> None:
+        """One pass of the engine has ended."""
+        self._pass_s.observe(seconds)
         self._streamed.inc(streamed_bytes)
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:

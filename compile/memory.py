@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from compile.backends.base import Step, Trace, WeightFootprint
 from compile.packing.place import ALIGNMENT
 from targets.arena import Arena, Buffer
 from targets.board import MIB, Board
-from targets.budget import FINALISE, MemoryPlan, Phase, Sweep, Term, budget_bytes
+from targets.budget import FINALISE, WAITING, MemoryPlan, Phase, Sweep, Term, budget_bytes
 from targets.bundle import Residency
 from targets.errors import BudgetError
 from targets.tensor import human
@@ -88,6 +88,18 @@ def _comes_from_outside(step: Step, holder: dict[str, _Live]) -> bool:
     return not any(name in holder for name in step.inputs)
 
 
+def crossing_bytes(made: Sequence[Mapping[str, int]], read: Sequence[Collection[str]]) -> int:
+    """The most that crosses a cut between two segments. `made`: bytes of what each makes, by name; `read`: what each
+    reads. Results that no later segment reads do not cross: they stand in the request's slot by then."""
+    last = {name: at for at, names in enumerate(read) for name in names}
+    at_cut = [0] * len(made)
+    for at, each in enumerate(made):
+        for name, nbytes in each.items():
+            for cut in range(at, last.get(name, at)):
+                at_cut[cut] += _aligned(nbytes)
+    return max(at_cut, default=0)
+
+
 # Below this, a closer search for the arena costs more runs than it saves memory.
 SEARCH_STEP_BYTES = 1 << 16
 
@@ -153,7 +165,8 @@ is several times as long, compressed bodies are held twice; neither is in the pl
 @dataclasses.dataclass(frozen=True)
 class Footprint:
     """What one bundle needs beside its arena: weights of every segment, the runtime's scratch, one request slot, and
-    that slot's inputs alone; with a recipe, what images take: decoded in the gateway, and encoded as they arrive."""
+    that slot's inputs alone; with a recipe, what images take: decoded in the gateway, and encoded as they arrive. Of
+    values that cross from one segment to another, the most that one request holds at a cut."""
 
     weights: Sequence[WeightFootprint]
     workspace: int
@@ -161,6 +174,8 @@ class Footprint:
     inputs: int
     images: int = 0
     encoded: int = 0
+    _: dataclasses.KW_ONLY
+    crossing: int = 0
 
 
 # What is tried, in order, when nobody chose: fastest first. Block-quantized kernels need their own layout of the
@@ -231,14 +246,17 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residencies: 
     load:     weights one after the other; while one is laid out, its source is mapped beside the copy.
     run:      what stays of that, the arena, each slot in the slab that both processes share, and the bodies that the
               gateway reads, as they arrived and joined. Answers leave straight from the slab. With a recipe also the
-              image library and the one image that is being decoded.
+              image library and the one image that is being decoded. Where segments are streamed all requests go
+              through them together, and while one runs the others wait: in front of its segment or behind it.
     """
     per_session = SESSION_BYTES + board.cores * THREAD_BYTES
     fixed = (
         Term("runtime", "anonymous", board.memory.runtime_fixed_mib * MIB),
         Term("service", "anonymous", SERVICE_BYTES + (len(needs.weights) - 1) * per_session),
     )
-    index = -(-(arena.height + needs.workspace) // ALIGNMENT) * INDEX_BYTES
+    streams = Residency.STREAMED in residencies
+    waiting = (slots - 1) * needs.crossing if streams else 0
+    index = -(-(arena.height + needs.workspace + waiting) // ALIGNMENT) * INDEX_BYTES
     weights = _weight_terms(needs.weights, residencies, index)
     phases = [
         Phase("load", (*fixed, *weights.load)),
@@ -249,6 +267,7 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residencies: 
                 *weights.run,
                 Term("activations", "anonymous", arena.height),
                 Term("workspace", "anonymous", needs.workspace),
+                *([Term(WAITING, "anonymous", waiting)] if streams else []),
                 Term("arena_index", "anonymous", index),
                 Term("io_slots", "shared", slots * needs.slot),
                 Term("bodies", "anonymous", slots * max(needs.inputs, needs.encoded) * BODY_COPIES),
@@ -260,7 +279,7 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residencies: 
         phases.insert(0, Phase(FINALISE, (*fixed, *_finalise_terms(needs.weights, index))))
     budget = budget_bytes(board)
     taken = phases[-1].total_bytes - sum(t.nbytes for t in weights.run if t.kind == "file")
-    sweep = _sweep(needs.weights, residencies, budget - taken) if Residency.STREAMED in residencies else None
+    sweep = _sweep(needs.weights, residencies, budget - taken) if streams else None
     return MemoryPlan(budget, slots, tuple(phases), arena, sweep)
 
 

@@ -33,7 +33,7 @@ from compile.page import page
 from compile.partition.choose import Outcome, Wishes, choose_cuts
 from compile.partition.codes import Codes, InFloats, codes_of, in_floats
 from compile.partition.cuts import Cuts
-from compile.partition.graph import Cut, extract, order_of, segments, static_sizes
+from compile.partition.graph import Cut, extract, order_of, positions, segments, static_sizes
 from compile.partition.tables import peak_bytes
 from compile.passes.base import run_passes
 from compile.passes.normalize import (
@@ -515,7 +515,8 @@ def _plan(
     inputs = sum(spec.max_nbytes for spec in contract.inputs)
     slot = inputs + sum(spec.max_nbytes for spec in contract.outputs)
     images = (memory_bytes(options.recipe, contract), options.recipe.decode.max_bytes) if options.recipe else ()
-    needs = memory.Footprint(weights, practical - arena.height, slot, inputs, *images)
+    crossing = memory.crossing_bytes(trace.made, [part.inputs for part in parts])
+    needs = memory.Footprint(weights, practical - arena.height, slot, inputs, *images, crossing=crossing)
     return contract, *memory.choose(board, arena, needs, options.slots, options.residency, work.scheme_is_blocked)
 
 
@@ -568,10 +569,12 @@ def _cut(
     images = (memory_bytes(options.recipe, inputs), options.recipe.decode.max_bytes) if options.recipe else ()
     active = peak_bytes(order_of(model, {}, nbytes, [0] * len(model.graph)))
     arena = Arena(active, active, 1, ())
+    at_cuts = [position.crossing or 0 for position in positions(model, nbytes)]
 
     def judge(ends: Sequence[int]) -> Outcome:
         weights = [runtime.weight_footprint(model, largest, *part) for part in itertools.pairwise((0, *ends))]
-        needs = memory.Footprint(weights, 0, slot, taken, *images)
+        crossing = max((at_cuts[end - 1] for end in ends[:-1]), default=0)
+        needs = memory.Footprint(weights, 0, slot, taken, *images, crossing=crossing)
         return Outcome.of(memory.choose(board, arena, needs, options.slots, options.residency, blocked)[1])
 
     whole = [len(model.graph)]

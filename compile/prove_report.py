@@ -71,6 +71,8 @@ def _add_speed(table: Table, speed: Speed) -> None:
     table.add_section()
     table.add_row("a request", "time, all slots full", "", f"{speed.request_s:.3g} s")
     table.add_row("a pass", "time in the engine", "", f"{speed.pass_s:.3g} s")
+    if speed.passes < speed.requests:
+        table.add_row("a pass", "requests, the mean", "", f"{speed.requests / speed.passes:.3g}")
     if speed.opened_bytes:
         table.add_row("a pass", "opened files", "", human(speed.opened_bytes))
     if speed.disk_bytes:

@@ -1,7 +1,8 @@
 """How fast a service answers, and what a pass costs the disk: counters of the agent and the kernel, before and after.
 
-A pass is one run of all segments. What it opens and what it reads tell different things: pages that are still in memory
-are opened and not read, pages that the kernel gave up too early are read twice.
+A pass is one way through all segments, of one request or, where weights are streamed, of all that wait. What it opens
+and what it reads tell different things: pages that are still in memory are opened and not read, pages that the kernel
+gave up too early are read twice.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from targets.bundle import Manifest
 class Speed(msgspec.Struct, frozen=True):
     """Requests of the largest shape, all slots full. Bytes are those of one pass, the mean.
 
-    `pass_s`: a pass in the engine, the median of the rounds' means; `request_s`: from a request's last byte to its
-    answer's last, waiting for the other slots included, the median; `opened_bytes`: the files that were opened for the
-    turns of streamed segments; `disk_bytes`: what the engine had the kernel fetch from the disk, page faults and
-    read-ahead included, None where the kernel does not say.
+    `passes` answered the `requests`, fewer where some shared one. `pass_s`: a pass in the engine, the median of the
+    rounds' means; `request_s`: from a request's last byte to its answer's last, waiting for the other slots included,
+    the median; `opened_bytes`: the files that were opened for the turns of streamed segments; `disk_bytes`: what the
+    engine had the kernel fetch from the disk, page faults and read-ahead included, None where the kernel does not say.
     """
 
+    requests: int
     passes: int
     pass_s: float
     request_s: float
@@ -61,8 +63,8 @@ def counters(service: Service) -> Counters:
     """The counters now. Raises ServiceError."""
     metrics = service.metrics()
     return Counters(
-        int(metrics["tightfit_run_seconds_count"]),
-        metrics["tightfit_run_seconds_sum"],
+        int(metrics["tightfit_pass_seconds_count"]),
+        metrics["tightfit_pass_seconds_sum"],
         int(metrics["tightfit_streamed_bytes_total"]),
         read_bytes_of(tree_of(service.process.pid)[-1]),
     )
@@ -77,6 +79,7 @@ def speed(counted: list[Counters], waited: list[float]) -> Speed:
     ]
     read = None if first.disk_bytes is None or last.disk_bytes is None else last.disk_bytes - first.disk_bytes
     return Speed(
+        len(waited),
         passes,
         round(statistics.median(of_rounds), 6),
         round(statistics.median(waited), 6),

@@ -43,6 +43,10 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((term for term in self.terms if term.name == name), None)
 
 
+WAITING = "waiting"
+"""Term of the run phase where segments are streamed: what the other requests of a pass hold while one runs."""
+
+
 class Sweep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a pass over all segments brings in from storage, when not all weights stay in memory.
 
@@ -119,6 +123,11 @@ def check_plan(plan: MemoryPlan, budget: int) -> None:
         raise BudgetError(f"the plan counts less for activations than its arena's {human(plan.arena.height)}")
     if plan.sweep is not None:
         _check_sweep(plan.sweep, plan.phase("run"), plan.budget_bytes)
+        if plan.slots > 1 and len(plan.sweep.segment_bytes) > 1 and plan.phase("run").term(WAITING) is None:
+            raise BudgetError(
+                f"phase run: the plan says nothing of {WAITING!r}, though {plan.slots} requests share a pass",
+                "compile the bundle again",
+            )
 
 
 def _check_sweep(sweep: Sweep, run: Phase, budget: int) -> None:

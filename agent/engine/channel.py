@@ -1,8 +1,9 @@
 """What joins gateway and engine: a slab of shared memory for tensors, and a socket for small messages.
 
 Theory of operation: the slab is `slots` equal slots, and a slot has one fixed place for every input and output of
-the contract. The gateway writes inputs and says Run(slot); the engine writes outputs and says Done. Who may touch a
-slot follows from the lease alone: the gateway before Run and after Done, the engine in between. Messages carry
+the contract. The gateway writes inputs and says Pass(runs), each with its slot; the engine writes outputs and answers
+every run. Who may touch a slot follows from the lease alone: the gateway before Pass and after the answer, the engine
+in between. Messages carry
 numbers only and are bounded; the socket keeps their boundaries (SOCK_SEQPACKET), so there is no framing to get wrong.
 """
 
@@ -45,14 +46,20 @@ class Load(msgspec.Struct, frozen=True, tag="load", array_like=True):
     finalised: str
 
 
-class Run(msgspec.Struct, frozen=True, tag="run", array_like=True):
-    """Gateway to engine: run what stands in the slot. `outputs` are indices into the contract's outputs."""
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """One request of a pass: run what stands in the slot. `outputs` are indices into the contract's outputs."""
 
     id: int
     slot: int
     shapes: tuple[tuple[int, ...], ...]
     nbytes: tuple[int, ...]
     outputs: tuple[int, ...]
+
+
+class Pass(msgspec.Struct, frozen=True, tag="pass", array_like=True):
+    """Gateway to engine: go once through all segments with these runs, one or more, each in a slot of its own."""
+
+    runs: tuple[Run, ...]
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
@@ -70,28 +77,33 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     hint: str
 
 
-class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
-    """Engine to gateway: (index, shape, nbytes) of every output now in the slot.
+class Passed(msgspec.Struct, frozen=True, tag="passed", array_like=True):
+    """Engine to gateway, before the answers of a pass: what it took, however many runs went together.
 
-    `streamed_bytes` is the size of the files that were opened for the turn of a segment since the last Done.
+    `streamed_bytes` is what was brought in for the turns of segments since the last pass.
     """
 
+    pass_s: float
+    streamed_bytes: int
+
+
+class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
+    """Engine to gateway, the answer to a run: (index, shape, nbytes) of every output now in the slot."""
+
     id: int
-    run_s: float
     outputs: tuple[tuple[int, tuple[int, ...], int], ...]
-    streamed_bytes: int = 0
 
 
 class RunError(msgspec.Struct, frozen=True, tag="error", array_like=True):
-    """Engine to gateway: this run failed, the engine goes on. `reason` is a `Reason` value."""
+    """Engine to gateway, the answer to a run that failed; others of its pass go on. `reason` is a `Reason` value."""
 
     id: int
     reason: str
     message: str
 
 
-ToEngine = Load | Run
-ToGateway = Ready | Failed | Done | RunError
+ToEngine = Load | Pass
+ToGateway = Ready | Failed | Passed | Done | RunError
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToEngine)
@@ -123,6 +135,16 @@ def receive_in_gateway(end: socket.socket) -> ToGateway | None:
     data = end.recv(MAX_MESSAGE_BYTES)
     message: ToGateway | None = _to_gateway.decode(data) if data else None
     return message
+
+
+def most_runs(contract: Contract) -> int:
+    """How many runs of the contract one message can hold, whatever their shapes."""
+    number = (1 << 64) - 1
+    shapes = tuple((number,) * len(spec.shape) for spec in contract.inputs)
+    outputs = (number,) * len(contract.outputs)
+    largest = len(_encoder.encode(Run(number, number, shapes, (number,) * len(shapes), outputs)))
+    around = len(_encoder.encode(Pass(()))) + 4
+    return max((MAX_MESSAGE_BYTES - around) // largest, 1)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import msgspec
 
 from agent import log
 from agent.engine import channel
-from agent.engine.channel import Done, Failed, Layout, Load, Ready, Run, RunError, Slab
+from agent.engine.channel import Done, Failed, Layout, Load, Pass, Passed, Ready, RunError, Slab
 from agent.errors import AgentError
 
 # An engine that is told to stop has nothing left to do but to exit.
@@ -21,7 +21,7 @@ _EXIT_S = 2.0
 # Where this very `agent` was imported from: the child must find the same one.
 _ROOT = Path(__file__).parents[2]
 
-OnReply = Callable[[Done | RunError], None]
+OnReply = Callable[[Passed | Done | RunError], None]
 OnDeath = Callable[[str], None]
 
 
@@ -70,10 +70,10 @@ class EngineHost:
         self.up = True
         return ready
 
-    def send(self, run: Run) -> None:
-        """Hand over a run. The engine's death, not this call, says when it cannot be done."""
+    def send(self, runs: Pass) -> None:
+        """Hand over a pass. The engine's death, not this call, says when it cannot be done."""
         try:
-            channel.send(self._control, run)
+            channel.send(self._control, runs)
         except OSError:
             self._lost()
 
@@ -112,7 +112,7 @@ class EngineHost:
             self._handle(message)
 
     def _handle(self, message: channel.ToGateway) -> None:
-        if isinstance(message, (Done, RunError)):
+        if isinstance(message, (Passed, Done, RunError)):
             self._on_reply(message)
         elif self._ready is None or self._ready.done():
             self._log.error("the engine spoke out of turn", message=type(message).__name__)

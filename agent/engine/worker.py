@@ -6,26 +6,40 @@ long as its gateway: the kernel kills it with its parent, and the end of the con
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from agent import log
-from agent.backends.base import ArenaOptions, Array, BackendError, SessionOptions, open_backend
-from agent.engine.channel import Done, Failed, Layout, Load, Ready, Run, RunError, Slab, receive_in_engine, send
+from agent.backends.base import ArenaOptions, Array, BackendError, Session, SessionOptions, open_backend
+from agent.engine.channel import (
+    Done,
+    Failed,
+    Layout,
+    Load,
+    Pass,
+    Passed,
+    Ready,
+    Run,
+    RunError,
+    Slab,
+    receive_in_engine,
+    send,
+)
 from agent.engine.residency import Sessions, Source, give_freed_blocks_back, trim_heap
 from agent.errors import AgentError, Reason, RefusedError
 from agent.laid_out import check_runtime, laid_out_files
 from agent.memory import pss_by_kind
 from agent.strings import pack_strings, unpack_strings
-from targets.budget import MemoryPlan
+from targets.budget import WAITING, MemoryPlan
 from targets.bundle import Manifest, Residency, Segment, read_manifest, safe_path
 from targets.errors import BundleError, TightfitError
 from targets.tensor import DType, TensorSpec, human
@@ -75,30 +89,70 @@ class Engine:
         """Close every session."""
         self._sessions.close()
 
-    def run(self, run: Run) -> Done:
-        """Run what stands in the slot and leave the outputs there. Raises BackendError or RefusedError."""
+    def run(self, runs: Sequence[Run]) -> tuple[Passed, list[Done | RunError]]:
+        """One pass: run what stands in the slots and leave the outputs there. Answers are in the order of `runs`.
+
+        Segment by segment for all of them, so that what is streamed is brought in once. A run that fails fails alone:
+        that is its answer, and the others go on. They all end in the last segment, so answers come together.
+        """
         started = time.perf_counter()
-        values = {spec.name: self._read_input(spec, index, run) for index, spec in enumerate(self._contract.inputs)}
-        wanted = {self._contract.outputs[index].name for index in run.outputs}
-        self._run_segments(values, wanted)
-        outputs = tuple(self._write_output(index, run.slot, values) for index in run.outputs)
-        return Done(run.id, time.perf_counter() - started, outputs, self._newly_streamed())
+        together = [_Running(run, {self._contract.outputs[index].name: index for index in run.outputs}) for run in runs]
+        for running in together:
+            with running.failing_alone():
+                for index, spec in enumerate(self._contract.inputs):
+                    self._keep(running, -1, {spec.name: self._read_input(spec, index, running.run)})
+        for step in range(len(self._segments)):
+            self._take_turn(step, [running for running in together if running.error is None])
+        passed = Passed(time.perf_counter() - started, self._newly_streamed())
+        return passed, [running.answer() for running in together]
 
     def _newly_streamed(self) -> int:
-        """Bytes opened since the last call."""
+        """Bytes brought in since the last call."""
         before, self._counted_bytes = self._counted_bytes, self._sessions.streamed_bytes
         return self._counted_bytes - before
 
-    def _run_segments(self, values: dict[str, Array], wanted: set[str]) -> None:
-        for step, segment in enumerate(self._segments):
-            outputs = [o for o in segment.outputs if o in wanted or self._last_use.get(o, -1) > step]
-            feeds = {name: values[name] for name in segment.inputs}
-            if outputs:
+    def _take_turn(self, step: int, together: Sequence[_Running]) -> None:
+        needing = [running for running in together if self._needed(step, running)]
+        if needing:
+            try:
                 with self._sessions.turn(step) as session:
-                    values.update(zip(outputs, session.run(feeds, outputs), strict=True))
-            for name in segment.inputs:
-                if self._last_use[name] == step and name not in wanted:
-                    del values[name]
+                    for running in needing:
+                        with running.failing_alone():
+                            self._run_segment(step, session, running)
+                    if all(running.error for running in needing):
+                        # The turn must not pass for one that shows what a run reads.
+                        raise BackendError("every run of this pass failed")
+            except Exception as error:  # noqa: BLE001 - the pages may not have come; see `failing_alone`
+                for running in needing:
+                    running.fail(error)
+        for running in together:
+            self._forget(step, running)
+
+    def _needed(self, step: int, running: _Running) -> list[str]:
+        """Of the segment's outputs, those that somebody reads."""
+        return [o for o in self._segments[step].outputs if o in running.wanted or self._last_use.get(o, -1) > step]
+
+    def _run_segment(self, step: int, session: Session, running: _Running) -> None:
+        outputs = self._needed(step, running)
+        feeds = {name: running.values[name] for name in self._segments[step].inputs}
+        self._keep(running, step, dict(zip(outputs, session.run(feeds, outputs), strict=True)))
+        # Now, not when all have had their turn: the plan has what crosses one cut wait, not two.
+        self._forget(step, running)
+
+    def _keep(self, running: _Running, step: int, values: dict[str, Array]) -> None:
+        """Write outputs into the slot, where they take nothing of the arena, and keep what a later segment reads."""
+        for name, value in values.items():
+            if name in running.wanted:
+                index = running.wanted[name]
+                running.written[index] = self._write_output(index, running.run.slot, value)
+            if self._last_use.get(name, -1) > step:
+                running.values[name] = value
+
+    def _forget(self, step: int, running: _Running) -> None:
+        """Let go of what no later segment reads."""
+        for name in self._segments[step].inputs:
+            if self._last_use[name] == step:
+                running.values.pop(name, None)
 
     def _read_input(self, spec: TensorSpec, index: int, run: Run) -> Array:
         region = self._slab.input(run.slot, index)[: run.nbytes[index]]
@@ -108,9 +162,9 @@ class Engine:
             return np.array([item.decode("utf-8") for item in items], dtype=object).reshape(shape)
         return region.view(np.dtype(spec.dtype.numpy)).reshape(shape)
 
-    def _write_output(self, index: int, slot: int, values: dict[str, Array]) -> tuple[int, tuple[int, ...], int]:
+    def _write_output(self, index: int, slot: int, value: Array) -> tuple[int, tuple[int, ...], int]:
         spec = self._contract.outputs[index]
-        value = np.asarray(values[spec.name])
+        value = np.asarray(value)
         if value.dtype != np.dtype(spec.dtype.numpy):
             raise BackendError(f"output {spec.name!r} came as {value.dtype}, the bundle promises {spec.dtype.value}")
         if spec.dtype is DType.STRING:
@@ -128,6 +182,42 @@ class Engine:
         return index, value.shape, data.nbytes
 
 
+class _Running:
+    """A run on its way through the segments: values that a later one reads, and outputs that stand in the slot."""
+
+    def __init__(self, run: Run, wanted: dict[str, int]) -> None:
+        self.run = run
+        self.wanted = wanted
+        self.values: dict[str, Array] = {}
+        self.written: dict[int, tuple[int, tuple[int, ...], int]] = {}
+        self.error: RunError | None = None
+
+    @contextlib.contextmanager
+    def failing_alone(self) -> Iterator[None]:
+        """Whatever goes wrong in the block is this run's answer."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - one bad run must not end the engine; the log has the traceback
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """End with that answer, unless it has failed before. The exception is not kept: its frames hold values."""
+        if self.error is not None:
+            return
+        self.values.clear()
+        if isinstance(error, RefusedError):
+            self.error = RunError(self.run.id, error.reason.value, str(error))
+        elif isinstance(error, TightfitError):
+            self.error = RunError(self.run.id, Reason.ENGINE_ERROR.value, str(error))
+        else:
+            log.get("engine").exception("run failed", id=self.run.id)
+            self.error = RunError(self.run.id, Reason.FAULT.value, f"the engine failed: {type(error).__name__}")
+
+    def answer(self) -> Done | RunError:
+        """Once it has been through all segments."""
+        return self.error or Done(self.run.id, tuple(self.written[index] for index in self.run.outputs))
+
+
 def _source(folder: Path, finalised: Path | None, step: int, segment: Segment, options: SessionOptions) -> Source:
     if not options.residency.needs_finalise:
         return Source(safe_path(folder, segment.file), options)
@@ -137,12 +227,21 @@ def _source(folder: Path, finalised: Path | None, step: int, segment: Segment, o
     return Source(graph, options, weights)
 
 
+_ALLOCATED = ("activations", "workspace", WAITING)
+"""Terms of the plan that are the arena."""
+
+
 def _arena(plan: MemoryPlan) -> ArenaOptions:
-    """The plan's arena, and as its cap all that the budget leaves beside what the runtime's allocator does not see."""
+    """The plan's arena, and as its cap all that the budget leaves beside what the runtime's allocator does not see.
+
+    It counts copies of weights too, though it keeps them elsewhere, and most of them while one is made at loading.
+    """
     run = plan.phase("run")
-    planned = sum(term.nbytes for name in ("activations", "workspace") if (term := run.term(name)) is not None)
-    elsewhere = sum(term.nbytes for name in ("runtime", "io_slots", "bodies") if (term := run.term(name)) is not None)
-    return ArenaOptions(planned, max(plan.budget_bytes - elsewhere, planned))
+    planned = sum(term.nbytes for term in run.terms if term.name in _ALLOCATED)
+    counted = (*_ALLOCATED, "weights")
+    elsewhere = sum(term.nbytes for term in run.terms if term.kind != "file" and term.name not in counted)
+    weights = plan.phase("load").term("weights")
+    return ArenaOptions(planned, max(plan.budget_bytes - elsewhere, planned + (weights.nbytes if weights else 0)))
 
 
 def _last_uses(segments: tuple[Segment, ...]) -> dict[str, int]:
@@ -161,10 +260,7 @@ def load(message: Load, slab_fd: int) -> Engine:
     finalised = Path(message.finalised) if message.finalised else None
     engine = Engine(folder, manifest, message.threads, slab, residencies, finalised)
     if manifest.sample or not manifest.contract.inputs:
-        try:
-            warm_up(engine, folder, manifest, slab)
-        except TightfitError as error:
-            raise AgentError(f"the bundle's own sample does not run: {error}") from None
+        warm_up(engine, folder, manifest, slab)
     return engine
 
 
@@ -185,7 +281,9 @@ def warm_up(engine: Engine, folder: Path, manifest: Manifest, slab: Slab) -> Non
         shapes.append(samples[spec.name].shape)
         nbytes.append(size)
     everything = tuple(range(len(manifest.contract.outputs)))
-    engine.run(Run(0, 0, tuple(shapes), tuple(nbytes), everything))
+    _, (reply,) = engine.run([Run(0, 0, tuple(shapes), tuple(nbytes), everything)])
+    if isinstance(reply, RunError):
+        raise AgentError(f"the bundle's own sample does not run: {reply.message}")
 
 
 def _dense_nbytes(spec: TensorSpec, shape: tuple[int, ...]) -> int | None:
@@ -195,24 +293,13 @@ def _dense_nbytes(spec: TensorSpec, shape: tuple[int, ...]) -> int | None:
 
 
 def serve(control: socket.socket, engine: Engine) -> None:
-    """Answer every Run with exactly one Done or RunError until the gateway is gone."""
+    """Answer every run of every Pass with exactly one Done or RunError until the gateway is gone."""
     while (message := receive_in_engine(control)) is not None:
-        if not isinstance(message, Run):
+        if not isinstance(message, Pass):
             raise AgentError("the gateway sent a second Load")
-        send(control, answer(engine, message))
-
-
-def answer(engine: Engine, run: Run) -> Done | RunError:
-    """Run it; whatever goes wrong is one message and the engine goes on."""
-    try:
-        return engine.run(run)
-    except RefusedError as error:
-        return RunError(run.id, error.reason.value, str(error))
-    except TightfitError as error:
-        return RunError(run.id, Reason.ENGINE_ERROR.value, str(error))
-    except Exception as error:  # noqa: BLE001 - one bad run must not end the engine; the log has the traceback
-        log.get("engine").exception("run failed", id=run.id)
-        return RunError(run.id, Reason.FAULT.value, f"the engine failed: {type(error).__name__}")
+        passed, answers = engine.run(message.runs)
+        for each in (passed, *answers):
+            send(control, each)
 
 
 def tie_to_parent(parent: int) -> None:

@@ -49,7 +49,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """One observed run: its kernels in order, and bytes of each graph output.
+    """One observed run: its kernels in order, and bytes of each graph output; `made`: of all that each segment gives.
 
     `weights_in_arena` is what the arena counts before a kernel asks for anything; `peak` the most that was in use
     besides (0 where the runtime does not report it).
@@ -59,6 +59,7 @@ class Trace:
     output_nbytes: dict[str, int]
     weights_in_arena: int
     peak: int = 0
+    made: tuple[Mapping[str, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

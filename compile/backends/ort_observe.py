@@ -43,8 +43,9 @@ def observe(parts: Sequence[Part], settings: Mapping[str, str], inputs: Tensors,
             steps += _steps(ir.load(Path(seen["optimized"])), seen["events"], part, f"{index}/")
             reserved = max(reserved, seen["reserved"])
             peak = max(peak, _peak(seen["events"]) - seen["reserved"])
-        sizes = {name: size for seen in answer["parts"] for name, size in seen["output_nbytes"].items()}
-        return Trace(tuple(steps), {name: sizes[name] for name in results if name in sizes}, reserved, peak)
+        made = tuple(seen["output_nbytes"] for seen in answer["parts"])
+        sizes = {name: size for each in made for name, size in each.items()}
+        return Trace(tuple(steps), {name: sizes[name] for name in results if name in sizes}, reserved, peak, made)
 
 
 def runs_within(parts: Sequence[Part], settings: Mapping[str, str], inputs: Tensors, arena: int, trace: Trace) -> bool:

@@ -119,7 +119,7 @@ def test_clients_that_leave_are_not_run(agent: Agent, threads: ThreadPoolExecuto
     until(agent, 'tightfit_requests_total{reason="disconnected"}', 3)
     assert long.result()[0] == 200
     assert agent.post(request_of(1))[0] == 200
-    assert metric(agent, "tightfit_run_seconds_count") == 2
+    assert metric(agent, "tightfit_pass_seconds_count") == 2
 
 
 def test_a_slow_body_holds_its_slot_no_longer_than_its_deadline(bundle: Path, tmp_path: Path) -> None:

@@ -20,12 +20,13 @@ from compile.memory import (
     activation_buffers,
     arena_in_practice,
     choose,
+    crossing_bytes,
     plan,
 )
 from compile.packing.place import ALIGNMENT, place
 from targets.arena import Buffer
 from targets.board import MIB, Board, load_board
-from targets.budget import FINALISE, budget_bytes, check_plan
+from targets.budget import FINALISE, Term, budget_bytes, check_plan
 from targets.bundle import Residency
 from targets.errors import BudgetError
 
@@ -210,6 +211,29 @@ def test_weights_move_out_of_memory_as_the_budget_shrinks(
     if made.sweep:
         assert made.sweep.pass_bytes == expected.count(STREAMED) * 310 * MIB
         assert made.sweep.lru_bytes in (0, 4 * 310 * MIB)
+
+
+def test_what_crosses_a_cut_is_what_a_later_segment_reads() -> None:
+    """In whole places of the arena; inputs stand in the slot, and so do results as soon as they are made."""
+    made = ({"a": 1000, "b": 256, "y": 1 << 20}, {"c": 512, "z": 1 << 20}, {"d": 256})
+    read = (("x",), ("a", "x"), ("b", "c", "x"))
+    assert crossing_bytes(made, read) == max(1024 + 256, 256 + 512)
+    assert crossing_bytes(made[:1], read[:1]) == 0
+    assert crossing_bytes(({"y": 256}, {"z": 256}), (("x",), ("y",))) == 256
+
+
+@pytest.mark.parametrize("residency", [STREAMED, MAPPED])
+def test_the_others_of_a_pass_wait_at_a_cut(residency: Residency) -> None:
+    needs = Footprint(SEGMENTS, workspace=MIB, slot=MIB, inputs=MIB, crossing=3 * MIB)
+    run = plan(board_of(1400 * MIB), ARENA, needs, 4, (residency,) * 4).phase("run")
+    waiting, index = run.term("waiting"), run.term("arena_index")
+    assert index is not None
+    if residency is STREAMED:
+        assert waiting == Term("waiting", "anonymous", 3 * 3 * MIB)
+        assert index.nbytes == (8 + 1 + 9) * MIB // ALIGNMENT * 8
+    else:
+        assert waiting is None
+        assert index.nbytes == (8 + 1) * MIB // ALIGNMENT * 8
 
 
 def test_what_is_streamed_is_as_little_as_fits_and_far_apart() -> None:

@@ -17,7 +17,12 @@ def test_bytes_are_those_of_a_mean_pass_and_a_slow_first_round_does_not_show() -
         Counters(7, 22.0, 500, 450),
         Counters(9, 23.2, 700, 500),
     ]
-    assert speed(counted, [12.0, 20.0, 0.6, 1.0, 0.7, 1.1]) == Speed(6, 0.6, 1.05, 100, 75)
+    assert speed(counted, [12.0, 20.0, 0.6, 1.0, 0.7, 1.1]) == Speed(6, 6, 0.6, 1.05, 100, 75)
+
+
+def test_one_pass_can_serve_several_requests() -> None:
+    counted = [Counters(1, 1.0, 100, 100), Counters(2, 1.5, 200, 180), Counters(4, 2.3, 400, 400)]
+    assert speed(counted, [0.6] * 8) == Speed(8, 3, 0.45, 0.6, 100, 100)
 
 
 def test_where_the_kernel_does_not_count_there_is_no_figure() -> None:

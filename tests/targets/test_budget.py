@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from targets.arena import Arena, Placed
 from targets.board import MIB, board_names, load_board
-from targets.budget import MemoryPlan, Phase, Term, budget_bytes, budget_of_machine, check_plan
+from targets.budget import MemoryPlan, Phase, Sweep, Term, budget_bytes, budget_of_machine, check_plan
 from targets.errors import BudgetError
 
 ARENA = Arena(height=100, lower_bound=100, alignment=1, buffers=(Placed("a", 0, 2, 100, 0),))
@@ -118,6 +118,21 @@ def test_terms_are_checked_when_made() -> None:
         Term("x", "gpu", 1)
     with pytest.raises(ValueError, match="cannot be negative"):
         Term("x", "file", -1)
+
+
+def test_requests_that_share_a_pass_must_have_been_counted() -> None:
+    mapped = Term("mapped_weights", "file", 30)
+    waiting = Term("waiting", "anonymous", 0)
+    two, one = Sweep((0, 1), (10, 20), 30, 0, 0), Sweep((0,), (30,), 30, 0, 0)
+
+    def judge(sweep: Sweep, slots: int, *terms: Term) -> None:
+        check_plan(msgspec.structs.replace(plan(run=(mapped, *terms)), sweep=sweep, slots=slots), 1000)
+
+    with pytest.raises(BudgetError, match="phase run: the plan says nothing of 'waiting', though 2 requests share"):
+        judge(two, 2)
+    judge(two, 2, waiting)
+    judge(two, 1)
+    judge(one, 2)
 
 
 def test_phases_answer_by_kind_and_by_name() -> None:

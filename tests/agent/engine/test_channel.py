@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.engine import channel
-from agent.engine.channel import Done, Layout, Run, RunError, Slab
+from agent.engine.channel import Done, Layout, Pass, Passed, Run, RunError, Slab, most_runs
 from agent.errors import AgentError
-from targets.tensor import Contract, DType, TensorSpec
+from targets.tensor import Contract, DimRange, DType, TensorSpec
 
 sizes = st.lists(st.integers(0, 300), min_size=1, max_size=5)
 
@@ -63,14 +63,34 @@ def test_messages_keep_their_boundaries() -> None:
     gateway, engine = channel.socket_pair()
     with gateway, engine:
         runs = [Run(number, 0, ((2, 3),), (24,), (0,)) for number in range(3)]
-        for run in runs:
-            channel.send(gateway, run)
-        assert [channel.receive_in_engine(engine) for _ in runs] == runs
-        for reply in (Done(1, 0.5, ((0, (2,), 8),)), RunError(2, "fault", "x")):
+        passes = [Pass((runs[0],)), Pass(tuple(runs[1:]))]
+        for each in passes:
+            channel.send(gateway, each)
+        assert [channel.receive_in_engine(engine) for _ in passes] == passes
+        for reply in (Passed(0.5, 4096), Done(1, ((0, (2,), 8),)), RunError(2, "fault", "x")):
             channel.send(engine, reply)
             assert channel.receive_in_gateway(gateway) == reply
         engine.close()
         assert channel.receive_in_gateway(gateway) is None
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=40), st.integers(1, 40))
+def test_as_many_runs_as_are_promised_fit_into_a_message(ranks: list[int], outputs: int) -> None:
+    shapes = [((1 << 62) - 1,) * rank for rank in ranks]
+    contract = Contract(
+        tuple(
+            TensorSpec(f"i{n}", DType.UINT8, tuple(f"d{n}.{at}" for at in range(rank)), 1)
+            for n, rank in enumerate(ranks)
+        ),
+        tuple(TensorSpec(f"o{n}", DType.UINT8, (1,), 1) for n in range(outputs)),
+        {f"d{n}.{at}": DimRange(1, 1, (1 << 62) - 1) for n, rank in enumerate(ranks) for at in range(rank)},
+    )
+    run = Run((1 << 63) - 1, 255, tuple(shapes), ((1 << 62) - 1,) * len(ranks), tuple(range(outputs)))
+    gateway, engine = channel.socket_pair()
+    with gateway, engine:
+        whole = Pass((run,) * most_runs(contract))
+        channel.send(gateway, whole)
+        assert channel.receive_in_engine(engine) == whole
 
 
 def test_a_message_that_is_too_large_is_not_sent() -> None:
