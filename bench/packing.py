@@ -41,9 +41,6 @@ RIVAL_SECONDS = 600
 ROUNDS = 3
 MORE = 4
 """Times the effort that a model gets, where the capacity is given: minimalloc has no limit."""
-PUBLISHED = "0.7 to 10 s each, 44.7 s in all"
-"""google/minimalloc on two cores of the same kind that nothing else used."""
-
 COMPILE = """
 import time; began = time.perf_counter()
 from compile.packing.place import pack
@@ -209,9 +206,8 @@ def report(rows: list[Row], first: float, later: float) -> str:
 Capacity 1,048,576 bytes. Made by `python -m bench.packing --save`; every solution was judged by
 `targets.arena.check_arena`, and takes the same number of nodes in every run. On the left the capacity is given, as
 minimalloc has it, with {MORE} times the effort that a model gets; on the right the lowest arena is asked for, with just
-that. Ours and minimalloc
-ran in turn, on one core each; seconds are the median of {ROUNDS} rounds (on the right of one), while other programs
-shared the machine. Where it was alone minimalloc took {PUBLISHED}.
+that. Ours and minimalloc (where `--rival` names it) ran in turn, on one core each; seconds are the median of {ROUNDS}
+rounds (on the right of one), while other programs shared the machine.
 
 {table}
 

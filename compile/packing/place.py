@@ -17,7 +17,7 @@ ALIGNMENT = 256
 """What onnxruntime's arena rounds every request to (kMinAllocationSize of its BFC arena)."""
 
 EFFORT = 1_000_000_000
-"""Buffers and sections that the complete search may look at: a few seconds' worth."""
+"""Buffers and sections that the complete search may look at: up to ten seconds' worth, where nothing ends it before."""
 
 
 @dataclasses.dataclass
