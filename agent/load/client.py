@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import secrets
 import selectors
 import signal
@@ -141,29 +142,25 @@ class Client:
 
     async def _together(self, worker: Callable[[], Coroutine[Any, Any, None]], stop: asyncio.Event) -> None:
         """All workers to their end, or until the stop."""
-        workers = [asyncio.ensure_future(worker()) for _ in range(self._connections)]
-        stopped = asyncio.ensure_future(stop.wait())
-        work = asyncio.gather(*workers)
-        waiting: set[asyncio.Future[Any]] = {work, stopped}
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopped.cancel()
-            for each in workers:
-                each.cancel()
-            await asyncio.gather(*workers, stopped, return_exceptions=True)
-        if not work.cancelled():
-            work.result()
+
+        async def everyone() -> None:
+            await asyncio.gather(*(worker() for _ in range(self._connections)))
+
+        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(everyone()), asyncio.ensure_future(stop.wait())]
+        done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        for task in done:
+            task.result()
 
     async def _send(self, pick: Pick, due: float, began: float, was_ready: bool, give_up: float) -> Outcome:
         """One request to its end, whatever that is. Nothing a server does is raised."""
         self._number += 1
         ready = self._ready[pick.kind][pick.sample]
         trace = f"{self.trace}-{self._number}"
-        left_s = give_up - began
-        if left_s <= 0:
-            failure = f"not sent within {self._timeout_s:g} s: every connection was busy"
-            return Outcome(trace, due, began, began, was_ready, failure, given_up=True)
+        # Never 0, which is for ever: whoever waited for a connection has as much left as it was due after the last.
+        left_s = max(give_up - began, 0.001)
         headers = {
             **ready.headers,
             "X-Request-Id": trace,
@@ -184,7 +181,7 @@ class Client:
                 if response.status != 200:
                     failure = failure_of(response.status, message)
         except asyncio.TimeoutError:
-            failure, given_up = f"no answer within {self._timeout_s:g} s", True
+            failure, given_up = f"no answer within {self._timeout_s:g} s of when it was due", True
         except (aiohttp.ClientError, OSError) as error:
             failure = _reason(error)
         ended = self._loop.time()
@@ -218,7 +215,9 @@ def _reason(error: Exception) -> str:
 
 
 def _strerror(error: OSError) -> str:
-    return (error.strerror or str(error) or type(error).__name__).lower()
+    """The system's own words: asyncio's hold addresses."""
+    known = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+    return (known or str(error) or type(error).__name__).lower()
 
 
 @contextlib.asynccontextmanager

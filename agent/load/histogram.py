@@ -14,7 +14,7 @@ MAX_VALUE = (1 << 44) - 1
 
 
 class Histogram:
-    """Counts of whole numbers from 0 to MAX_VALUE (what is larger counts as that), in 38 KiB.
+    """Counts of whole numbers from 0 to MAX_VALUE (what is larger counts as that), in about 40 KiB.
 
     Below 256 each number is exact; above, what is read back is at most 0.8 % larger than what was recorded, and never
     smaller.

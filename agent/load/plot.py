@@ -48,7 +48,7 @@ def plot(title: str, lines: Sequence[tuple[str, Histogram]], deadline_ms: float 
     parts.append(f'<text x="12" y="{_TOP - 8}">ms</text>')
     if deadline_ms:
         parts.append(_rule(x(0), y(deadline_ms), x(nines), y(deadline_ms), "#d00"))
-        parts.append(f'<text x="{x(nines) + 6:.1f}" y="{y(deadline_ms) - 4:.1f}" fill="#d00">deadline</text>')
+        parts.append(f'<text x="{x(0) + 6:.1f}" y="{y(deadline_ms) - 4:.1f}" fill="#d00">deadline</text>')
     for number, (name, points) in enumerate(drawn):
         colour, dash = _COLOURS[number % len(_COLOURS)], _DASHES[number % len(_DASHES)]
         style = f'fill="none" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dash}"'
