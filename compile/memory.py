@@ -88,15 +88,19 @@ def _comes_from_outside(step: Step, holder: dict[str, _Live]) -> bool:
     return not any(name in holder for name in step.inputs)
 
 
+# malloc has large blocks mapped, each on pages of its own.
+_BLOCK_HEADER_BYTES, _PAGE_BYTES = 16, 4096
+
+
 def crossing_bytes(made: Sequence[Mapping[str, int]], read: Sequence[Collection[str]]) -> int:
-    """The most that crosses a cut between two segments. `made`: bytes of what each makes, by name; `read`: what each
-    reads. Results that no later segment reads do not cross: they stand in the request's slot by then."""
+    """The most that crosses a cut between two segments, in blocks of the heap. `made`: bytes of what each makes, by
+    name; `read`: what each reads. Results that no later segment reads do not cross: they stand in the slot by then."""
     last = {name: at for at, names in enumerate(read) for name in names}
     at_cut = [0] * len(made)
     for at, each in enumerate(made):
         for name, nbytes in each.items():
             for cut in range(at, last.get(name, at)):
-                at_cut[cut] += _aligned(nbytes)
+                at_cut[cut] += -(-(nbytes + _BLOCK_HEADER_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
     return max(at_cut, default=0)
 
 
@@ -247,7 +251,7 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residencies: 
     run:      what stays of that, the arena, each slot in the slab that both processes share, and the bodies that the
               gateway reads, as they arrived and joined. Answers leave straight from the slab. With a recipe also the
               image library and the one image that is being decoded. Where segments are streamed all requests go
-              through them together, and while one runs the others wait: in front of its segment or behind it.
+              through them together; what each holds between two of them waits outside the arena.
     """
     per_session = SESSION_BYTES + board.cores * THREAD_BYTES
     fixed = (
@@ -255,8 +259,8 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residencies: 
         Term("service", "anonymous", SERVICE_BYTES + (len(needs.weights) - 1) * per_session),
     )
     streams = Residency.STREAMED in residencies
-    waiting = (slots - 1) * needs.crossing if streams else 0
-    index = -(-(arena.height + needs.workspace + waiting) // ALIGNMENT) * INDEX_BYTES
+    waiting = slots * needs.crossing if slots > 1 else 0
+    index = -(-(arena.height + needs.workspace) // ALIGNMENT) * INDEX_BYTES
     weights = _weight_terms(needs.weights, residencies, index)
     phases = [
         Phase("load", (*fixed, *weights.load)),

@@ -44,7 +44,7 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 WAITING = "waiting"
-"""Term of the run phase where segments are streamed: what the other requests of a pass hold while one runs."""
+"""Term of the run phase where segments are streamed: what the requests of a pass hold from one segment to the next."""
 
 
 class Sweep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

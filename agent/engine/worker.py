@@ -39,7 +39,7 @@ from agent.errors import AgentError, Reason, RefusedError
 from agent.laid_out import check_runtime, laid_out_files
 from agent.memory import pss_by_kind
 from agent.strings import pack_strings, unpack_strings
-from targets.budget import WAITING, MemoryPlan
+from targets.budget import MemoryPlan
 from targets.bundle import Manifest, Residency, Segment, read_manifest, safe_path
 from targets.errors import BundleError, TightfitError
 from targets.tensor import DType, TensorSpec, human
@@ -96,11 +96,13 @@ class Engine:
         that is its answer, and the others go on. They all end in the last segment, so answers come together.
         """
         started = time.perf_counter()
-        together = [_Running(run, {self._contract.outputs[index].name: index for index in run.outputs}) for run in runs]
+        names = [spec.name for spec in self._contract.outputs]
+        together = [_Running(run, {names[index]: index for index in run.outputs}, len(runs) > 1) for run in runs]
         for running in together:
             with running.failing_alone():
                 for index, spec in enumerate(self._contract.inputs):
-                    self._keep(running, -1, {spec.name: self._read_input(spec, index, running.run)})
+                    value = running.values[spec.name] = self._read_input(spec, index, running.run)
+                    self._write_wanted(spec.name, value, running)
         for step in range(len(self._segments)):
             self._take_turn(step, [running for running in together if running.error is None])
         passed = Passed(time.perf_counter() - started, self._newly_streamed())
@@ -134,19 +136,18 @@ class Engine:
 
     def _run_segment(self, step: int, session: Session, running: _Running) -> None:
         outputs = self._needed(step, running)
-        feeds = {name: running.values[name] for name in self._segments[step].inputs}
-        self._keep(running, step, dict(zip(outputs, session.run(feeds, outputs), strict=True)))
-        # Now, not when all have had their turn: the plan has what crosses one cut wait, not two.
+        values = session.run({name: running.values[name] for name in self._segments[step].inputs}, outputs)
         self._forget(step, running)
-
-    def _keep(self, running: _Running, step: int, values: dict[str, Array]) -> None:
-        """Write outputs into the slot, where they take nothing of the arena, and keep what a later segment reads."""
-        for name, value in values.items():
-            if name in running.wanted:
-                index = running.wanted[name]
-                running.written[index] = self._write_output(index, running.run.slot, value)
+        for name, value in zip(outputs, values, strict=True):
+            self._write_wanted(name, value, running)
             if self._last_use.get(name, -1) > step:
-                running.values[name] = value
+                running.values[name] = value.copy() if running.waits else value
+
+    def _write_wanted(self, name: str, value: Array, running: _Running) -> None:
+        """Write it into the slot if it was asked for: at once, so that outputs never wait beside what others make."""
+        index = running.wanted.get(name)
+        if index is not None:
+            running.written[index] = self._write_output(index, running.run.slot, value)
 
     def _forget(self, step: int, running: _Running) -> None:
         """Let go of what no later segment reads."""
@@ -183,11 +184,16 @@ class Engine:
 
 
 class _Running:
-    """A run on its way through the segments: values that a later one reads, and outputs that stand in the slot."""
+    """A run on its way through the segments: values that a later one reads, and outputs that stand in the slot.
 
-    def __init__(self, run: Run, wanted: dict[str, int]) -> None:
+    One that `waits` while others run has its values copied out of the arena, which then holds one run at a time: so it
+    was planned, and seen to be enough. Values of several would leave holes in it that no plan foresees.
+    """
+
+    def __init__(self, run: Run, wanted: dict[str, int], waits: bool) -> None:
         self.run = run
         self.wanted = wanted
+        self.waits = waits
         self.values: dict[str, Array] = {}
         self.written: dict[int, tuple[int, tuple[int, ...], int]] = {}
         self.error: RunError | None = None
@@ -227,19 +233,15 @@ def _source(folder: Path, finalised: Path | None, step: int, segment: Segment, o
     return Source(graph, options, weights)
 
 
-_ALLOCATED = ("activations", "workspace", WAITING)
-"""Terms of the plan that are the arena."""
-
-
 def _arena(plan: MemoryPlan) -> ArenaOptions:
     """The plan's arena, and as its cap all that the budget leaves beside what the runtime's allocator does not see.
 
     It counts copies of weights too, though it keeps them elsewhere, and most of them while one is made at loading.
     """
     run = plan.phase("run")
-    planned = sum(term.nbytes for term in run.terms if term.name in _ALLOCATED)
-    counted = (*_ALLOCATED, "weights")
-    elsewhere = sum(term.nbytes for term in run.terms if term.kind != "file" and term.name not in counted)
+    arena = ("activations", "workspace")
+    planned = sum(term.nbytes for term in run.terms if term.name in arena)
+    elsewhere = sum(term.nbytes for term in run.terms if term.kind != "file" and term.name not in (*arena, "weights"))
     weights = plan.phase("load").term("weights")
     return ArenaOptions(planned, max(plan.budget_bytes - elsewhere, planned + (weights.nbytes if weights else 0)))
 

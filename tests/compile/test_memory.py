@@ -214,26 +214,21 @@ def test_weights_move_out_of_memory_as_the_budget_shrinks(
 
 
 def test_what_crosses_a_cut_is_what_a_later_segment_reads() -> None:
-    """In whole places of the arena; inputs stand in the slot, and so do results as soon as they are made."""
-    made = ({"a": 1000, "b": 256, "y": 1 << 20}, {"c": 512, "z": 1 << 20}, {"d": 256})
+    """In whole pages; inputs stand in the slot, and so do results as soon as they are made."""
+    made = ({"a": 9000, "b": 256, "y": MIB}, {"c": 8192, "z": MIB}, {"d": 256})
     read = (("x",), ("a", "x"), ("b", "c", "x"))
-    assert crossing_bytes(made, read) == max(1024 + 256, 256 + 512)
+    assert crossing_bytes(made, read) == (3 + 1) * 4096 == (1 + 3) * 4096
     assert crossing_bytes(made[:1], read[:1]) == 0
-    assert crossing_bytes(({"y": 256}, {"z": 256}), (("x",), ("y",))) == 256
+    assert crossing_bytes(({"y": 256}, {"z": 256}), (("x",), ("y",))) == 4096
 
 
-@pytest.mark.parametrize("residency", [STREAMED, MAPPED])
-def test_the_others_of_a_pass_wait_at_a_cut(residency: Residency) -> None:
+@pytest.mark.parametrize(
+    ("residency", "slots", "expected"), [(STREAMED, 4, 4 * 3 * MIB), (STREAMED, 1, 0), (MAPPED, 4, None)]
+)
+def test_requests_that_share_a_pass_wait_at_a_cut(residency: Residency, slots: int, expected: int | None) -> None:
     needs = Footprint(SEGMENTS, workspace=MIB, slot=MIB, inputs=MIB, crossing=3 * MIB)
-    run = plan(board_of(1400 * MIB), ARENA, needs, 4, (residency,) * 4).phase("run")
-    waiting, index = run.term("waiting"), run.term("arena_index")
-    assert index is not None
-    if residency is STREAMED:
-        assert waiting == Term("waiting", "anonymous", 3 * 3 * MIB)
-        assert index.nbytes == (8 + 1 + 9) * MIB // ALIGNMENT * 8
-    else:
-        assert waiting is None
-        assert index.nbytes == (8 + 1) * MIB // ALIGNMENT * 8
+    run = plan(board_of(1400 * MIB), ARENA, needs, slots, (residency,) * 4).phase("run")
+    assert run.term("waiting") == (None if expected is None else Term("waiting", "anonymous", expected))
 
 
 def test_what_is_streamed_is_as_little_as_fits_and_far_apart() -> None:

@@ -106,7 +106,7 @@ def test_a_streamed_bundle_says_what_a_pass_opens(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_where_requests_share_passes_the_plan_counts_those_that_wait(tmp_path: Path, measured_before: None) -> None:
-    """Five products, 1 MiB of weights each, and 2 MiB between them: of three requests two wait at a cut."""
+    """Five products, 1 MiB of weights each, and 2 MiB between them that each of three requests holds."""
     names = ["x", "a", "b", "c", "d", "y"]
     nodes = [node("MatMul", [a, f"w{a}"], [b], name=f"to_{b}") for a, b in itertools.pairwise(names)]
     weights = [init(f"w{name}", normal(512, 512, seed=at)) for at, name in enumerate(names[:-1])]
@@ -116,7 +116,7 @@ def test_where_requests_share_passes_the_plan_counts_those_that_wait(tmp_path: P
     out = tmp_path / "five.tfb"
     compile_model(source, load_board("raspberry-pi-5-4gb"), out, options)
     run = read_manifest(out).plan.phase("run")
-    assert run.term("waiting") == Term("waiting", "anonymous", 2 * 2 * MIB)
+    assert run.term("waiting") == Term("waiting", "anonymous", 3 * (2 * MIB + 4096))
     proof = prove(out, rounds=4)
     assert proof.verdict is Verdict.FITS, proof.reason
     assert proof.speed is not None
