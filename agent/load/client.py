@@ -27,6 +27,7 @@ import msgspec
 from yarl import URL
 
 from agent.load.arrivals import Arrival, Pick
+from agent.load.histogram import Histogram
 from agent.load.samples import Kind, Message, Metadata
 from agent.load.tally import Measured, Outcome, Tally, failure_of
 from targets.errors import TightfitError
@@ -38,11 +39,11 @@ MAX_CONNECTIONS = 512
 # Of an answer that is not 200 so much is kept, for its message.
 _ERROR_BYTES = 16 << 10
 _METADATA_BYTES = 4 << 20
-# Between two tries of a connection whose request failed, while the capacity is looked for: a server that refuses at
-# once would else be asked as fast as it can refuse.
+# Between two tries in closed loop: a server that refuses at once would else be asked as fast as it can refuse.
 _PAUSE_S = 0.01
 # The first request is due so long after the start, when every worker waits.
 _LEAD_S = 0.02
+_TICK_S = 0.01
 # aiohttp rounds times past 5 s up to whole seconds where it is not told otherwise.
 _NEVER_ROUND = 1e9
 # Compressing would be measured with the rest.
@@ -88,21 +89,28 @@ class Client:
             warnings.simplefilter("ignore", ResourceWarning)
             self._ready = [[_Ready.of(base, message) for message in kind.messages] for kind in kinds]
 
-    async def capacity(self, picked: Iterator[Pick], seconds: float, stop: asyncio.Event) -> float:
-        """Answers of status 200 a second when each connection sends again as soon as it is answered."""
+    async def capacity(self, picked: Iterator[Pick], seconds: float, stop: asyncio.Event) -> tuple[float, int]:
+        """(answers of status 200 a second when each connection sends again as soon as it is answered, connections).
+
+        A connection that is refused is given up, but for the last: what a server can do is not found by asking it for
+        more than it admits, and refusing takes its time too.
+        """
         end = self._loop.time() + seconds
-        answered = 0
+        answered, used = 0, self._connections
 
         async def worker() -> None:
-            nonlocal answered
+            nonlocal answered, used
             while (now := self._loop.time()) < end:
                 outcome = await self._send(next(picked), now, now, True, end + self._timeout_s)
                 answered += not outcome.failure and outcome.ended <= end
+                if outcome.failure and used > 1:
+                    used -= 1
+                    return
                 if outcome.failure:
                     await asyncio.sleep(_PAUSE_S)
 
         await self._together(worker, stop)
-        return answered / seconds if seconds else 0.0
+        return (answered / seconds if seconds else 0.0), used
 
     async def measure(self, schedule: Iterator[Arrival], deadline_s: float | None, stop: asyncio.Event) -> Measured:
         """Send the arrivals when they are due; those before offset 0 are not counted. Ends when all are answered or
@@ -129,7 +137,11 @@ class Client:
                     measured.tallies[arrival.pick.kind].add(outcome, deadline_s)
                     measured.last_offset_s = max(measured.last_offset_s, arrival.offset_s)
 
-        await self._together(worker, stop)
+        ticking = asyncio.ensure_future(self._tick(measured.lag))
+        try:
+            await self._together(worker, stop)
+        finally:
+            ticking.cancel()
         now = self._loop.time()
         measured.end_s = now - start
         measured.cpu_share = (time.process_time() - cpu) / (now - began)
@@ -139,6 +151,14 @@ class Client:
             overdue = itertools.takewhile(lambda arrival: arrival.offset_s <= measured.end_s, left)
             measured.cut_off = in_flight + sum(arrival.offset_s >= 0 for arrival in overdue)
         return measured
+
+    async def _tick(self, lag: Histogram) -> None:
+        """Record how late this loop is for a tick, until cancelled."""
+        due = self._loop.time()
+        while True:
+            due += _TICK_S
+            await asyncio.sleep(due - self._loop.time())
+            lag.record(max(round((self._loop.time() - due) * 1e9), 0))
 
     async def _together(self, worker: Callable[[], Coroutine[Any, Any, None]], stop: asyncio.Event) -> None:
         """All workers to their end, or until the stop."""
@@ -159,8 +179,11 @@ class Client:
         self._number += 1
         ready = self._ready[pick.kind][pick.sample]
         trace = f"{self.trace}-{self._number}"
-        # Never 0, which is for ever: whoever waited for a connection has as much left as it was due after the last.
-        left_s = max(give_up - began, 0.001)
+        left_s = give_up - began
+        if left_s <= 0:
+            await asyncio.sleep(0)
+            failure = f"not sent within {self._timeout_s:g} s of when it was due: every connection was busy"
+            return Outcome(trace, due, began, began, was_ready, failure, given_up=True)
         headers = {
             **ready.headers,
             "X-Request-Id": trace,

@@ -167,11 +167,12 @@ async def _measure(plan: Plan, stop: asyncio.Event) -> tuple[Report, list[tuple[
         client = Client(session, plan.base, kinds, plan.connections, plan.timeout_s)
         mix = [Share(kind.weight, len(kind.messages)) for kind in kinds]
         capacity: float | None = None
+        used: int | None = None
         rates: Sequence[tuple[float, float | None]] = [(rate, None) for rate in plan.rates]
         if plan.loads:
             _note(f"measuring the capacity in closed loop: {plan.connections} connections, {_CAPACITY_S:g} s")
             await client.capacity(picks(mix, plan.seed), plan.warmup_s, stop)
-            capacity = await client.capacity(picks(mix, plan.seed), _CAPACITY_S, stop)
+            capacity, used = await client.capacity(picks(mix, plan.seed), _CAPACITY_S, stop)
             if not capacity and not stop.is_set():
                 raise TightfitError("nothing was answered in closed loop", "see what --rate 1 says of the server")
             rates = [(share * capacity, share) for share in plan.loads]
@@ -203,6 +204,7 @@ async def _measure(plan: Plan, stop: asyncio.Event) -> tuple[Report, list[tuple[
         trace=client.trace,
         mix={kind.name: kind.weight for kind in kinds},
         capacity_per_s=capacity,
+        capacity_connections=used,
         runs=runs,
         interrupted=stop.is_set(),
     )

@@ -75,8 +75,8 @@ class Promise(msgspec.Struct, frozen=True):
 class Run(msgspec.Struct, frozen=True):
     """One rate. `load` is its share of the capacity, where it was given so.
 
-    `late_p99_ms`: how late the generator sent what a connection was free for. `waited`: the share of requests for which
-    none was, and `waited_p99_ms` how long these waited. Both are part of the latency.
+    `late_p99_ms`: how late the generator was for what a connection was free for, and for ticks of its own. `waited`:
+    the share of requests for which none was free, and `waited_p99_ms` how long these waited. Both are in the latency.
     """
 
     rate: float
@@ -110,6 +110,7 @@ class Report(msgspec.Struct, frozen=True):
     trace: str
     mix: dict[str, float]
     capacity_per_s: float | None
+    capacity_connections: int | None
     runs: list[Run]
     interrupted: bool
 
@@ -128,6 +129,9 @@ def run_of(
     total = Tally()
     for tally in measured.tallies:
         total.merge(tally)
+    late = Histogram()
+    for histogram in (total.lateness, measured.lag):
+        late.merge(histogram)
     span_s = measured.last_offset_s + 1 / rate if duration_s is None else duration_s
     if measured.stopped:
         span_s = max(min(span_s, measured.end_s), 1 / rate)
@@ -140,13 +144,13 @@ def run_of(
         elapsed_s=elapsed_s,
         all=_group("all", total, span_s, elapsed_s),
         kinds=kinds if len(kinds) > 1 else [],
-        late_p99_ms=_ms(total.lateness, 0.99),
+        late_p99_ms=_ms(late, 0.99),
         cpu_share=measured.cpu_share,
         waited=total.waiting.count / max(total.requests, 1),
         waited_p99_ms=_ms(total.waiting, 0.99),
         slowest=[(trace, seconds * 1e3) for seconds, trace in sorted(total.slowest, reverse=True)],
         promises=[_promise(slo, total) for slo in slos],
-        warnings=list(_warnings(measured, total)),
+        warnings=list(_warnings(measured.cpu_share, _ms(late, 0.99), total.latency)),
         cut_off=measured.cut_off,
     )
     return run, total
@@ -182,17 +186,16 @@ def _promise(slo: Slo, tally: Tally) -> Promise:
     return Promise(slo.text, slo.kept(tally), None if value is None else value * 1e3)
 
 
-def _warnings(measured: Measured, total: Tally) -> Iterable[str]:
+def _warnings(cpu_share: float, late_ms: float, latency: Histogram) -> Iterable[str]:
     """What makes the figures the generator's rather than the server's."""
-    if measured.cpu_share > _BUSY:
+    if cpu_share > _BUSY:
         yield (
-            f"the generator was busy {measured.cpu_share:.0%} of the time and may be the limit: "
+            f"the generator was busy {cpu_share:.0%} of the time and may be the limit: "
             "lower the rate, or run several on machines of their own"
         )
-    late, latency = _ms(total.lateness, 0.99), _ms(total.latency, 0.99)
-    if total.latency.count and late > _LATE * latency:
+    if latency.count and late_ms > _LATE * _ms(latency, 0.99):
         yield (
-            f"the generator sent up to {late:.2f} ms late (p99), which is in the latency: "
+            f"the generator was up to {late_ms:.2f} ms late (p99), which is in the latency: "
             "give it a core of its own, or another machine"
         )
 
@@ -205,7 +208,8 @@ def table(report: Report) -> str:
     lines = [f"{report.model} at {report.url}: {report.arrivals} arrivals, {report.connections} connections, "
              f"{report.tensors}, seed {report.seed}, request ids {report.trace}-..."]  # fmt: skip
     if report.capacity_per_s is not None:
-        lines.append(f"capacity {report.capacity_per_s:.1f}/s (closed loop)")
+        used = f"closed loop, {report.capacity_connections} connections were not refused"
+        lines.append(f"capacity {report.capacity_per_s:.1f}/s ({used})")
     lines += ["", *_columns(report)]
     for run in report.runs:
         lines += _notes(report, run)

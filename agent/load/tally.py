@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -106,10 +106,12 @@ class Measured:
     """One rate, as it was measured: a tally per kind.
 
     Times are seconds since offset 0 was due; `end_s` is when the last answer came, or the stop. `cpu_share` is what the
-    generator took of one core, warm-up included. `cut_off` requests were due, but not answered yet, at the stop.
+    generator took of one core, and `lag` how late it was for ticks of its own, warm-up included: that is seen also
+    while every connection is busy. `cut_off` requests were due, but not answered yet, at the stop.
     """
 
     tallies: list[Tally]
+    lag: Histogram = field(default_factory=Histogram)
     end_s: float = 0.0
     last_offset_s: float = 0.0
     cpu_share: float = 0.0
