@@ -22,10 +22,11 @@ _VARINT_BITS = 70
 # onnx.proto: field numbers of what may hold tensors. TensorProto.external_data is a list of (key, value) strings.
 _MODEL_GRAPH = 7
 _GRAPH_NODE, _GRAPH_INITIALIZER = 1, 5
-_NODE_ATTRIBUTE = 5
+_NODE_INPUT, _NODE_OPERATOR, _NODE_ATTRIBUTE = 1, 4, 5
 _ATTRIBUTE_TENSOR, _ATTRIBUTE_GRAPH, _ATTRIBUTE_GRAPHS = 5, 6, 11
-_TENSOR_EXTERNAL_DATA = 13
+_TENSOR_NAME, _TENSOR_EXTERNAL_DATA = 8, 13
 _ENTRY_KEY, _ENTRY_VALUE = 1, 2
+_GATHER = b"Gather"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,17 @@ class Region:
         return self.offset + self.nbytes
 
 
+@dataclass(frozen=True)
+class Outside:
+    """Bytes of the tensors that a graph keeps outside of its file, each counted once.
+
+    `whole` leaves out tables of which an operator reads rows: a run reads at least so much.
+    """
+
+    nbytes: int
+    whole: int
+
+
 def external_bytes(path: Path) -> int:
     """Bytes of all tensors that the graph keeps outside of its file, as `external_regions` has them."""
     return sum(region.nbytes for region in external_regions(path))
@@ -51,9 +63,30 @@ def external_regions(path: Path) -> tuple[Region, ...]:
 
     A tensor that states no length is the rest of its file. Raises AgentError when `path` is no ONNX graph.
     """
+    return joined(region for _, region in _read(path)[0])
+
+
+def outside(path: Path) -> Outside:
+    """How much of its weights the graph keeps outside. Raises AgentError when `path` is no ONNX graph."""
+    tensors, tables = _read(path)
+    return Outside(
+        sum(region.nbytes for region in {region for _, region in tensors}),
+        sum(region.nbytes for region in {region for name, region in tensors if name not in tables}),
+    )
+
+
+def _read(path: Path) -> tuple[list[tuple[str, Region]], set[str]]:
+    """(name and place of every tensor that is outside, names of what operators read by rows)."""
     try:
         # Only the graph and what is too small to be kept outside: the weights are not in this file.
-        return joined(_region(path.parent, entry) for entry in _model(memoryview(path.read_bytes())))
+        graphs = [each for _, graph in _fields(memoryview(path.read_bytes()), _MODEL_GRAPH) for each in _graphs(graph)]
+        tensors = [
+            (name, _region(path.parent, entry))
+            for graph in graphs
+            for name, entry in map(_tensor, _tensors(graph))
+            if entry
+        ]
+        return tensors, {name for graph in graphs for name in _read_by_rows(graph)}
     except OSError as error:
         raise AgentError(f"{path.name} cannot be read: {error.strerror}") from None
     except (ValueError, IndexError, RecursionError):
@@ -79,28 +112,40 @@ def joined(regions: Iterable[Region]) -> tuple[Region, ...]:
     return tuple(joined)
 
 
-def _model(message: Message) -> Iterator[dict[str, str]]:
-    for _, graph in _fields(message, _MODEL_GRAPH):
-        yield from _graph(graph)
+def _graphs(message: Message) -> Iterator[Message]:
+    """The graph and those of its nodes, at any depth."""
+    yield message
+    for _, node in _fields(message, _GRAPH_NODE):
+        for _, attribute in _fields(node, _NODE_ATTRIBUTE):
+            for _, body in _fields(attribute, _ATTRIBUTE_GRAPH, _ATTRIBUTE_GRAPHS):
+                yield from _graphs(body)
 
 
-def _graph(message: Message) -> Iterator[dict[str, str]]:
-    for number, value in _fields(message, _GRAPH_NODE, _GRAPH_INITIALIZER):
+def _tensors(graph: Message) -> Iterator[Message]:
+    for number, value in _fields(graph, _GRAPH_NODE, _GRAPH_INITIALIZER):
         if number == _GRAPH_INITIALIZER:
-            yield from _tensor(value)
+            yield value
             continue
         for _, attribute in _fields(value, _NODE_ATTRIBUTE):
-            for kind, inner in _fields(attribute, _ATTRIBUTE_TENSOR, _ATTRIBUTE_GRAPH, _ATTRIBUTE_GRAPHS):
-                yield from _tensor(inner) if kind == _ATTRIBUTE_TENSOR else _graph(inner)
+            for _, tensor in _fields(attribute, _ATTRIBUTE_TENSOR):
+                yield tensor
 
 
-def _tensor(message: Message) -> Iterator[dict[str, str]]:
+def _tensor(message: Message) -> tuple[str, dict[str, str]]:
+    """(its name, where it is outside of the file)."""
     entries = [
         {number: str(value, "utf-8") for number, value in _fields(entry, _ENTRY_KEY, _ENTRY_VALUE)}
         for _, entry in _fields(message, _TENSOR_EXTERNAL_DATA)
     ]
-    if entries:
-        yield {entry.get(_ENTRY_KEY, ""): entry.get(_ENTRY_VALUE, "") for entry in entries}
+    name = next((str(value, "utf-8") for _, value in _fields(message, _TENSOR_NAME)), "")
+    return name, {entry.get(_ENTRY_KEY, ""): entry.get(_ENTRY_VALUE, "") for entry in entries}
+
+
+def _read_by_rows(graph: Message) -> Iterator[str]:
+    """Names of all that a Gather of any kind takes, its indices too: those are never weights that matter."""
+    for _, node in _fields(graph, _GRAPH_NODE):
+        if any(bytes(kind).startswith(_GATHER) for _, kind in _fields(node, _NODE_OPERATOR)):
+            yield from (str(name, "utf-8") for _, name in _fields(node, _NODE_INPUT))
 
 
 def _fields(message: Message, *wanted: int) -> Iterator[tuple[int, Message]]:

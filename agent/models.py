@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.engine.channel import ALIGN, Layout
+from agent.certificate import check_certificate, check_weights
+from agent.engine.channel import Layout
 from agent.memory import mem_total_bytes
 from agent.runtimes import backend_module
 from targets.board import MIB
 from targets.budget import budget_of_machine, check_plan
 from targets.bundle import Manifest, Residency, read_manifest, safe_path, verify_files
 from targets.errors import BudgetError, BundleError
-from targets.recipe import asset_of, check_input, check_outputs, memory_bytes, read_labels
-from targets.tensor import Contract, human
+from targets.recipe import asset_of, check_input, check_outputs, read_labels
+from targets.tensor import Contract
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ def machine_budget(os_reserve_mib: int) -> int:
 
 
 def open_model(folder: Path, budget: int, residency: Residency | None = None) -> Model:
-    """Judge the bundle: manifest, runtime, plan against its board and this machine, then every byte of every file.
+    """Judge the bundle: manifest, runtime, plan against its board and this machine, then every byte of every file, and
+    what the plan counts for weights.
 
     `residency` is for all segments, whatever the plan says; the plan is judged as it stands all the same. Raises
     BundleError or BudgetError. The cheap checks come first, the digests last.
@@ -70,12 +72,12 @@ def open_model(folder: Path, budget: int, residency: Residency | None = None) ->
     manifest = read_manifest(folder)
     backend_module(manifest.runtime)
     _check_servable(manifest)
-    layout = Layout.of(manifest.contract, manifest.plan.slots)
-    _check_memory(manifest, layout, budget)
+    _check_memory(manifest, budget)
     verify_files(folder, manifest)
+    check_weights(folder, manifest)
     labels_of(folder, manifest)
     residencies = tuple(residency or segment.residency for segment in manifest.segments)
-    return Model(folder, manifest, manifest.digest, layout, residencies)
+    return Model(folder, manifest, manifest.digest, Layout.of(manifest.contract, manifest.plan.slots), residencies)
 
 
 def _check_servable(manifest: Manifest) -> None:
@@ -115,30 +117,13 @@ def _check_segments(manifest: Manifest) -> None:
         raise BundleError(f"no segment makes output {unmade[0]!r}", "compile the bundle again")
 
 
-def _check_memory(manifest: Manifest, layout: Layout, budget: int) -> None:
+def _check_memory(manifest: Manifest, budget: int) -> None:
     plan = manifest.plan
     check_plan(plan, plan.budget_bytes)
+    check_certificate(manifest)
     try:
         check_plan(plan, budget)
     except BudgetError as error:
         raise BudgetError(
             f"board too small for {manifest.name} (compiled for {manifest.target}): {error.message}", error.hint
         ) from None
-    slots = plan.phase("run").term("io_slots")
-    # A compiler may round each tensor less than the slab does; everything else it must have counted.
-    tensors = len(manifest.contract.inputs) + len(manifest.contract.outputs)
-    rounding = plan.slots * ALIGN * max(tensors, 1)
-    if slots is None or slots.nbytes + rounding < layout.nbytes:
-        raise BudgetError(
-            f"the plan counts {human(slots.nbytes if slots else 0)} for its {plan.slots} slots, "
-            f"which need {human(layout.nbytes)}",
-            "compile the bundle again",
-        )
-    if manifest.recipe:
-        images = plan.phase("run").term("recipe")
-        needed = memory_bytes(manifest.recipe, manifest.contract)
-        if images is None or images.nbytes < needed:
-            raise BudgetError(
-                f"the plan counts {human(images.nbytes if images else 0)} for images, which need {human(needed)}",
-                "compile the bundle again",
-            )

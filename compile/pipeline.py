@@ -77,6 +77,7 @@ from targets.bundle import (
     Segment,
     SegmentError,
     Verification,
+    sealed,
 )
 from targets.errors import did_you_mean
 from targets.recipe import METADATA, Recipe, check_input, check_outputs, memory_bytes, read_labels
@@ -201,23 +202,25 @@ def compile_model(
             "report.html",
             page(work.name, board, work.recorded, contract, segments, quantization, verification, plan, said),
         )
-        manifest = Manifest(
-            schema=SCHEMA,
-            name=work.name,
-            target=board.name,
-            runtime=board.runtime.name,
-            source=digests.source(),
-            contract=contract,
-            segments=segments,
-            plan=plan,
-            quantization=quantization,
-            verification=verification,
-            sample=sample,
-            assets=assets,
-            options=work.recorded,
-            tools=_tools(runtime),
-            files=writer.files,
-            recipe=options.recipe,
+        manifest = sealed(
+            Manifest(
+                schema=SCHEMA,
+                name=work.name,
+                target=board.name,
+                runtime=board.runtime.name,
+                source=digests.source(),
+                contract=contract,
+                segments=segments,
+                plan=plan,
+                quantization=quantization,
+                verification=verification,
+                sample=sample,
+                assets=assets,
+                options=work.recorded,
+                tools=_tools(runtime),
+                files=writer.files,
+                recipe=options.recipe,
+            )
         )
         writer.commit(manifest)
     return manifest

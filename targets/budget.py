@@ -42,6 +42,10 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def term(self, name: str) -> Term | None:
         return next((term for term in self.terms if term.name == name), None)
 
+    def nbytes(self, name: str) -> int:
+        """Bytes of the term of that name; 0 where there is none."""
+        return sum(term.nbytes for term in self.terms if term.name == name)
+
 
 WAITING = "waiting"
 """Term of the run phase where segments are streamed: what the requests of a pass hold from one segment to the next."""
@@ -117,6 +121,10 @@ def check_plan(plan: MemoryPlan, budget: int) -> None:
                 + ", ".join(f"{t.name} {human(t.nbytes)}" for t in phase.terms),
                 "quantize further (--scheme int4), use smaller shapes, or choose a larger board",
             )
+        counted = [term.name for term in phase.terms]
+        if len(set(counted)) != len(counted):
+            raise BudgetError(f"phase {phase.name}: the plan counts {max(counted, key=counted.count)!r} twice")
+    _check_phases(plan)
     check_arena(plan.arena)
     activations = plan.phase("run").term("activations")
     if activations is None or activations.nbytes < plan.arena.height:
@@ -128,6 +136,21 @@ def check_plan(plan: MemoryPlan, budget: int) -> None:
                 f"phase run: the plan says nothing of {WAITING!r}, though {plan.slots} requests share a pass",
                 "compile the bundle again",
             )
+
+
+def _check_phases(plan: MemoryPlan) -> None:
+    """What is there whatever the model does is there in every phase, and what stays for the runs was loaded."""
+    load, run = plan.phase("load"), plan.phase("run")
+    for phase in plan.phases:
+        for name in ("runtime", "service"):
+            if phase.nbytes(name) != run.nbytes(name):
+                raise BudgetError(
+                    f"the plan counts {human(phase.nbytes(name))} for {name!r} in phase {phase.name}, "
+                    f"but {human(run.nbytes(name))} in phase run"
+                )
+    for name in ("session", "weights"):
+        if load.nbytes(name) < run.nbytes(name):
+            raise BudgetError(f"the plan counts less for {name!r} in phase load than in phase run")
 
 
 def _check_sweep(sweep: Sweep, run: Phase, budget: int) -> None:

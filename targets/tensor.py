@@ -283,6 +283,8 @@ def nbytes(dtype: DType, shape: Sequence[int]) -> int:
 
 def human(nbytes: float) -> str:
     """Bytes for people, in binary units: `1.5 GiB`."""
+    if abs(nbytes) >= 1 << 63:
+        return "more than 8 EiB"  # not to be divided: an integer can be larger than any float
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024 or unit == "GiB":
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"

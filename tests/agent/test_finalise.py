@@ -40,7 +40,7 @@ def _state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    return bundles.chain(tmp_path / "chain.tfb", [MAPPED, HEAP, MAPPED])
+    return bundles.chain(tmp_path / "chain.tfb", [MAPPED, STREAMED])
 
 
 def build(bundle: Path) -> finalise.Report:
@@ -79,10 +79,10 @@ def test_what_is_needed_is_built_and_the_second_run_verifies_it(bundle: Path) ->
     assert out.startswith(f"chain version {read_manifest(bundle).version} is finalised (2 built now, ")
     assert err.startswith("segment 1 of 2, segments/00.onnx: ")
     found = journal(made(bundle))
-    assert [entry.segment for entry in found.segments] == ["segments/00.onnx", "segments/02.onnx"]
+    assert [entry.segment for entry in found.segments] == ["segments/00.onnx", "segments/01.onnx"]
     assert found.bundle == read_manifest(bundle).digest
     assert found.machine == this_machine("onnxruntime")
-    names = {"00.onnx", "00.onnx.bin", "02.onnx", "02.onnx.bin"}
+    names = {"00.onnx", "00.onnx.bin", "01.onnx", "01.onnx.bin"}
     assert {path.name for path in made(bundle).iterdir()} == names | {JOURNAL}
     for entry in found.segments:
         for file in entry.files:
@@ -106,7 +106,7 @@ def test_predicted_storage_is_enough_and_not_far_off(bundle: Path) -> None:
 def test_as_json(bundle: Path) -> None:
     code, out, _ = run(bundle, "--json")
     report = json.loads(out)
-    assert (code, report["state"], report["built"]) == (0, "built", [0, 2])
+    assert (code, report["state"], report["built"]) == (0, "built", [0, 1])
     assert report["total_bytes"] == journal(made(bundle)).total_bytes
     assert report["peak_bytes"] > 10 * MIB
     report = json.loads(run(bundle, "--json")[1])
@@ -114,7 +114,7 @@ def test_as_json(bundle: Path) -> None:
 
 
 def test_nothing_to_build(tmp_path: Path) -> None:
-    bundle = bundles.chain(tmp_path / "chain.tfb", [HEAP, UNPACKED])
+    bundle = bundles.chain(tmp_path / "chain.tfb", [UNPACKED, UNPACKED])
     code, out, err = run(bundle)
     assert (code, err) == (0, "")
     assert out.endswith("nothing to build, no segment is mapped or streamed\n")
@@ -135,13 +135,12 @@ def test_a_segment_without_weights(tmp_path: Path) -> None:
         assert json.loads(text)["outputs"][0]["data"] == [2.0 * i for i in range(8)]
 
 
-def test_a_person_chooses_another_residency_later(bundle: Path) -> None:
-    """What was built stays, the missing one is added."""
-    build(bundle)
+def test_a_person_chooses_another_residency_later(tmp_path: Path) -> None:
+    bundle = bundles.chain(tmp_path / "chain.tfb", [HEAP, HEAP])
     assert "--residency mapped" in refused_serve(bundle, "--residency", "mapped")
     code, out, _ = run(bundle, "--residency", "mapped", "--json")
-    assert (code, json.loads(out)["built"]) == (0, [1])
-    assert [entry.step for entry in journal(made(bundle)).segments] == [0, 1, 2]
+    assert (code, json.loads(out)["built"]) == (0, [0, 1])
+    assert [entry.step for entry in journal(made(bundle)).segments] == [0, 1]
 
 
 # --- where it is put
@@ -183,13 +182,13 @@ def test_a_folder_that_cannot_be_made(bundle: Path) -> None:
 
 def test_serve_names_the_command(bundle: Path) -> None:
     text = refused_serve(bundle)
-    assert text.startswith("tightfit-agent: error: chain keeps 2 of its 3 segments in files that are made on the board")
+    assert text.startswith("tightfit-agent: error: chain keeps 2 of its 2 segments in files that are made on the board")
     assert text.endswith(f"they are not there yet (run: tightfit-agent finalise {bundle})")
 
 
 def test_serve_finalises_when_told_to(bundle: Path, tmp_path: Path) -> None:
     with serving(bundle, tmp_path / "log", "--finalise") as agent:
-        assert "segment 2 of 2, segments/02.onnx" in agent.log
+        assert "segment 2 of 2, segments/01.onnx" in agent.log
     (tmp_path / "a.toml").write_text("[engine]\nfinalise_on_start = true\n")
     with serving(bundle, tmp_path / "log", "--config", str(tmp_path / "a.toml")) as agent:
         assert "finalise" not in agent.log
@@ -233,7 +232,7 @@ def test_stale_files_can_make_room(bundle: Path) -> None:
     as_if_made_by(bundle, Machine("onnxruntime 1.2.3", MACHINE.cpu))
     assert f"were made by onnxruntime 1.2.3, this is {MACHINE.runtime}" in refused_serve(bundle)
     report = json.loads(run(bundle, "--prune", "--json")[1])
-    assert (report["built"], report["freed_bytes"]) == ([0, 2], report["total_bytes"])
+    assert (report["built"], report["freed_bytes"]) == ([0, 1], report["total_bytes"])
     assert made(bundle) == locate(opened(bundle), None)
 
 
@@ -268,12 +267,12 @@ def link(path: Path) -> None:
 )
 def test_damaged_files_are_refused_and_made_again(bundle: Path, damage: Callable[[Path], object], message: str) -> None:
     build(bundle)
-    damage(made(bundle) / "02.onnx.bin")
+    damage(made(bundle) / "01.onnx.bin")
     with pytest.raises(FinaliseError, match=message) as refusal:
         locate(opened(bundle), None)
     assert refusal.value.hint == f"run: tightfit-agent finalise {bundle}"
     lines: list[str] = []
-    assert finalise.build(opened(bundle), None, 1, lines.append).built == (2,)
+    assert finalise.build(opened(bundle), None, 1, lines.append).built == (1,)
     assert message in lines[0]
     assert locate(opened(bundle), None) == made(bundle)
 
@@ -285,7 +284,7 @@ def test_a_damaged_journal_is_none(bundle: Path, text: bytes) -> None:
     (folder / JOURNAL).write_bytes(text)
     with pytest.raises(FinaliseError, match="they are not there yet"):
         locate(opened(bundle), None)
-    assert build(bundle).built == (0, 2)
+    assert build(bundle).built == (0, 1)
 
 
 # --- interruptions
@@ -357,12 +356,12 @@ def test_a_process_that_dies_is_told_of(bundle: Path, tmp_path: Path) -> None:
 
 
 def test_a_graph_that_does_not_load(bundle: Path) -> None:
-    graph = bundle / "segments" / "02.onnx"
+    graph = bundle / "segments" / "01.onnx"
     graph.write_bytes(graph.read_bytes().replace(b"MatMul", b"MatMol"))
     bundles.rewrite(bundle, read_manifest(bundle))
     code, _, err = run(bundle)
     assert code == 2
-    assert err.splitlines()[-1].startswith("tightfit-agent: error: onnxruntime cannot load 02.onnx")
+    assert err.splitlines()[-1].startswith("tightfit-agent: error: onnxruntime cannot load 01.onnx")
     assert sorted(path.name for path in made(bundle).iterdir()) == ["00.onnx", "00.onnx.bin", JOURNAL]
 
 
@@ -392,7 +391,7 @@ def test_a_disk_that_fills_up_meanwhile(bundle: Path, tmp_path: Path, monkeypatc
 def test_the_finalise_phase_must_fit_this_machine(bundle: Path) -> None:
     plan = read_manifest(bundle).plan
     terms = (Term("runtime", "anonymous", 150 * MIB), Term("weights", "anonymous", 200 * MIB))
-    plan = msgspec.structs.replace(plan, phases=(Phase("finalise", terms), *plan.phases))
+    plan = msgspec.structs.replace(plan, phases=(Phase("finalise", terms), *plan.phases[1:]))
     bundles.rewrite(bundle, read_manifest(bundle), plan=plan)
     with pytest.raises(BudgetError, match=r"board too small .* phase finalise needs 350.0 MiB"):
         open_model(bundle, 300 * MIB)

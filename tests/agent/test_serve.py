@@ -84,7 +84,7 @@ def damaged_graph(folder: Path, data: bytes) -> Path:
 
 def test_graphs_that_the_engine_cannot_load(tmp_path: Path) -> None:
     corrupt = damaged_graph(tmp_path / "corrupt", b"\x08\x0a not a graph")
-    assert "onnxruntime cannot load 00.onnx" in refused("serve", "--bundle", str(corrupt), "--port", "0")
+    assert "00.onnx is not an ONNX graph" in refused("serve", "--bundle", str(corrupt), "--port", "0")
     x, y = dense("x", DType.FLOAT32, 2), dense("y", DType.FLOAT32, 2)
     model = model_of([helper.make_node("Identity", ["x"], ["y"])], [x], [y])
     model.opset_import[0].version = 999

@@ -13,7 +13,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from targets.arena import Arena
-from targets.budget import MemoryPlan, Phase, Term
+from targets.budget import MemoryPlan, Phase, Sweep, Term
 from targets.bundle import (
     MANIFEST,
     SCHEMA,
@@ -28,6 +28,7 @@ from targets.bundle import (
     dumps,
     file_sha256,
     read_manifest,
+    sealed,
 )
 from targets.tensor import Contract, DimRange, DType, TensorSpec
 
@@ -70,17 +71,39 @@ def model_of(
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
-def plan_of(contract: Contract, slots: int = 2, **terms: int) -> MemoryPlan:
-    """A plan of modest terms, in bytes; `terms` replaces some of them in every phase."""
+def plan_of(
+    contract: Contract,
+    slots: int = 2,
+    residencies: Sequence[Residency] = (Residency.HEAP,),
+    sizes: Sequence[int] = (0,),
+    **terms: int,
+) -> MemoryPlan:
+    """A plan of modest terms, in bytes, for segments whose weights have these `sizes`; `terms` replaces some of them in
+    every phase."""
+    inputs = sum(spec.max_nbytes for spec in contract.inputs)
     slot = sum(-(-spec.max_nbytes // 64) * 64 for spec in (*contract.inputs, *contract.outputs))
-    sizes = {"runtime": 150 * MIB, "weights": MIB, "activations": MIB, "io_slots": max(slot, 64) * slots, **terms}
-    kinds = {"runtime": "anonymous", "weights": "file", "activations": "anonymous", "io_slots": "shared"}
-    run = tuple(Term(name, kinds[name], nbytes) for name, nbytes in sizes.items())
+    fixed = {"runtime": 150 * MIB, "weights": max(sum(sizes), MIB)}
+    counted = {
+        **fixed,
+        "activations": MIB,
+        "io_slots": max(slot, 64) * slots,
+        "bodies": 2 * inputs * slots,
+        **terms,
+    }
+    streamed = tuple(step for step, each in enumerate(residencies) if each is Residency.STREAMED)
+    passing = sum(sizes[step] for step in streamed)
+    if streamed:
+        counted["mapped_weights"] = sum(sizes)
+        counted["waiting"] = (slots - 1) * MIB
+    kinds = {"weights": "file", "mapped_weights": "file", "io_slots": "shared"}
+    run = tuple(Term(name, kinds.get(name, "anonymous"), nbytes) for name, nbytes in counted.items())
+    phases = [Phase("load", run[:2]), Phase("run", run)]
     return MemoryPlan(
-        budget_bytes=max(3400 * MIB, sum(sizes.values())),
+        budget_bytes=max(3400 * MIB, sum(counted.values())),
         slots=slots,
-        phases=(Phase("load", run[:2]), Phase("run", run)),
+        phases=tuple([Phase("finalise", run[:2]), *phases] if residencies[0].needs_finalise else phases),
         arena=Arena(height=0, lower_bound=0, alignment=64, buffers=()),
+        sweep=Sweep(streamed, tuple(sizes), passing, 0, 0) if streamed else None,
     )
 
 
@@ -122,10 +145,10 @@ def write_bundle(
 
 
 def rewrite(folder: Path, manifest: Manifest, **changes: Any) -> Path:
-    """Write the manifest with some fields replaced and the digests of the files as they now are."""
+    """Write the manifest, sealed, with some fields replaced and the digests of the files as they now are."""
     names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
     files = tuple(FileEntry(name, (folder / name).stat().st_size, file_sha256(folder / name)) for name in names)
-    manifest = msgspec.structs.replace(manifest, **{"files": files, **changes})
+    manifest = sealed(msgspec.structs.replace(manifest, **{"files": files, **changes}))
     (folder / MANIFEST).write_bytes(dumps(manifest))
     return folder
 
@@ -218,11 +241,12 @@ def log_of(folder: Path) -> Path:
     return write_bundle(folder, [model], Contract((x,), (y,), {}))
 
 
-def growing(folder: Path) -> Path:
+def growing(folder: Path, slots: int = 2) -> Path:
     """`y` has as many zeros as `n` says; the plan has room for 16."""
     n, y = dense("n", DType.INT64, 1), dense("y", DType.FLOAT32, "many", largest=16)
     model = model_of([helper.make_node("ConstantOfShape", ["n"], ["y"])], [n], [y])
-    return write_bundle(folder, [model], Contract((n,), (y,), {}))
+    contract = Contract((n,), (y,), {})
+    return write_bundle(folder, [model], contract, plan=plan_of(contract, slots))
 
 
 def chain(
@@ -231,6 +255,7 @@ def chain(
     layers: int = 1,
     width: int = 256,
     int4: bool = False,
+    slots: int = 2,
     **changes: Any,
 ) -> Path:
     """One segment per residency, `layers` products with a [width,width] weight in each; FP32[rows,width] in and out.
@@ -266,4 +291,6 @@ def chain(
     manifest = read_manifest(folder)
     placed = zip(manifest.segments, residencies, strict=True)
     segments = tuple(msgspec.structs.replace(segment, residency=residency) for segment, residency in placed)
-    return rewrite(folder, manifest, segments=segments, **changes)
+    sizes = [(folder / segment.file).with_suffix(".bin").stat().st_size for segment in segments]
+    plan = plan_of(contract, slots, residencies, sizes)
+    return rewrite(folder, manifest, **{"segments": segments, "plan": plan, **changes})

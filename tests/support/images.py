@@ -118,7 +118,9 @@ def with_recipe(folder: Path, text: str) -> Path:
     (folder / "assets" / "labels.txt").write_text(COLOURS)
     manifest = read_manifest(folder)
     load, run = manifest.plan.phases
+    bodies = manifest.plan.slots * 2 * recipe.decode.max_bytes
     images = Term("recipe", "anonymous", memory_bytes(recipe, manifest.contract))
-    phases = (load, msgspec.structs.replace(run, terms=(*run.terms, images)))
+    terms = tuple(Term("bodies", "anonymous", bodies) if t.name == "bodies" else t for t in run.terms)
+    phases = (load, msgspec.structs.replace(run, terms=(*terms, images)))
     plan = msgspec.structs.replace(manifest.plan, phases=phases)
     return rewrite(folder, manifest, plan=plan, recipe=recipe, assets=("assets/labels.txt",))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +37,7 @@ from targets.bundle import (
     loads,
     read_manifest,
     safe_path,
+    sealed,
     verify_files,
 )
 from targets.errors import BundleError
@@ -52,26 +55,30 @@ FILES = {
 def manifest_for(files: dict[str, bytes]) -> Manifest:
     fixed = (Term("runtime", "anonymous", 10), Term("weights", "file", 20))
     run = (*fixed, Term("activations", "anonymous", 8), Term("io_slots", "shared", 8))
-    return Manifest(
-        schema=1,
-        name="reader",
-        target="raspberry-pi-5-4gb",
-        runtime="onnxruntime",
-        source=Source("reader.onnx", "0" * 64, "1" * 64),
-        contract=Contract(
-            (TensorSpec("x", DType.FLOAT32, (1, "width"), 64),),
-            (TensorSpec("y", DType.FLOAT32, ("t", 2), 64),),
-            {"width": DimRange(1, 4, 16)},
-        ),
-        segments=(Segment("segments/00.onnx", ("x",), ("y",), {"key": "value"}, Residency.MAPPED),),
-        plan=MemoryPlan(1000, 1, (Phase("load", fixed), Phase("run", run)), Arena(8, 8, 1, (Placed("a", 0, 1, 8, 0),))),
-        quantization=Quantization("int8-weights", {"MatMul": 2}, (LeftAlone("Conv", 1, 9, "small"),), 40, 20),
-        verification=Verification("random", 2, (OutputError("y", 0.5, 0.25, 0.999, 1.0),)),
-        sample=(SampleTensor("x", (1, 4), "sample/x.bin"),),
-        assets=("assets/labels.txt",),
-        options={"scheme": "int8-weights"},
-        tools={"tightfit": "0.1.0"},
-        files=tuple(FileEntry(path, len(data), hashlib.sha256(data).hexdigest()) for path, data in files.items()),
+    return sealed(
+        Manifest(
+            schema=1,
+            name="reader",
+            target="raspberry-pi-5-4gb",
+            runtime="onnxruntime",
+            source=Source("reader.onnx", "0" * 64, "1" * 64),
+            contract=Contract(
+                (TensorSpec("x", DType.FLOAT32, (1, "width"), 64),),
+                (TensorSpec("y", DType.FLOAT32, ("t", 2), 64),),
+                {"width": DimRange(1, 4, 16)},
+            ),
+            segments=(Segment("segments/00.onnx", ("x",), ("y",), {"key": "value"}, Residency.MAPPED),),
+            plan=MemoryPlan(
+                1000, 1, (Phase("load", fixed), Phase("run", run)), Arena(8, 8, 1, (Placed("a", 0, 1, 8, 0),))
+            ),
+            quantization=Quantization("int8-weights", {"MatMul": 2}, (LeftAlone("Conv", 1, 9, "small"),), 40, 20),
+            verification=Verification("random", 2, (OutputError("y", 0.5, 0.25, 0.999, 1.0),)),
+            sample=(SampleTensor("x", (1, 4), "sample/x.bin"),),
+            assets=("assets/labels.txt",),
+            options={"scheme": "int8-weights"},
+            tools={"tightfit": "0.1.0"},
+            files=tuple(FileEntry(path, len(data), hashlib.sha256(data).hexdigest()) for path, data in files.items()),
+        )
     )
 
 
@@ -100,10 +107,13 @@ def refusal(action: Callable[[], object]) -> str:
 
 
 def with_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Rewrite the manifest's JSON."""
+    """Rewrite the manifest's JSON, and seal it if it is one still."""
     fields = json.loads((folder / MANIFEST).read_bytes())
     change(fields)
-    (folder / MANIFEST).write_text(json.dumps(fields))
+    data = json.dumps(fields).encode()
+    with contextlib.suppress(msgspec.ValidationError):
+        data = dumps(sealed(msgspec.json.decode(data, type=Manifest)))
+    (folder / MANIFEST).write_bytes(data)
     return folder
 
 
@@ -147,14 +157,31 @@ def test_any_bytes_are_a_manifest_or_a_refusal(data: bytes) -> None:
 
 
 @given(position=st.integers(0, len(dumps(manifest_for(FILES))) - 1), byte=st.integers(0, 255))
-def test_a_manifest_with_one_changed_byte_is_refused_or_is_another_version(position: int, byte: int) -> None:
+def test_a_manifest_with_one_changed_byte_is_refused_or_says_the_same(position: int, byte: int) -> None:
     data = bytearray(dumps(manifest_for(FILES)))
     data[position] = byte
     try:
         changed = loads(bytes(data))
     except BundleError:
         return
-    assert changed == manifest_for(FILES) or changed.digest != manifest_for(FILES).digest
+    assert changed == manifest_for(FILES)
+
+
+def test_a_manifest_without_a_seal_is_refused() -> None:
+    data = dumps(msgspec.structs.replace(manifest_for(FILES), seal=""))
+    assert "manifest.json has no seal (copy or compile the bundle again)" in refusal(lambda: loads(data))
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 30, "1" + "0" * 400], ids=["large", "huge"])
+@pytest.mark.parametrize("field", ["max", "budget_bytes", "nbytes"])
+def test_numbers_that_no_machine_has_are_refused(field: str, number: str) -> None:
+    data = re.sub(f'"{field}": [0-9]+'.encode(), f'"{field}": {number}'.encode(), dumps(manifest_for(FILES)))
+    assert "manifest.json" in refusal(lambda: loads(data))
+
+
+def test_nesting_without_end_is_refused() -> None:
+    data = b'{"schema": 1, "x": ' + b"[" * 100_000
+    assert "is not a valid manifest" in refusal(lambda: loads(data))
 
 
 @pytest.mark.parametrize("path", FILES)

@@ -235,12 +235,10 @@ def test_every_residency_answers_bit_for_bit_the_same(tmp_path: Path, int4: bool
 
 
 def test_each_segment_is_where_the_bundle_says(tmp_path: Path) -> None:
-    """Resident and streamed segments in one bundle, request after request, and nobody warns."""
-    mixed = bundles.chain(tmp_path / "mixed.tfb", [STREAMED, HEAP, STREAMED, MAPPED, UNPACKED, STREAMED])
-    plain = bundles.chain(tmp_path / "plain.tfb", [HEAP] * 4 + [UNPACKED, HEAP])
+    """Mapped and streamed segments in one bundle, request after request, and nobody warns."""
+    mixed = bundles.chain(tmp_path / "mixed.tfb", [STREAMED, MAPPED, STREAMED, MAPPED, MAPPED, STREAMED])
+    plain = bundles.chain(tmp_path / "plain.tfb", [HEAP] * 6)
     finalise(mixed)
-    (folder,) = (tmp_path / "state" / "finalised").iterdir()
-    assert sorted(path.name[:2] for path in folder.glob("*.onnx")) == ["00", "02", "03", "05"]
     with serving(plain, tmp_path / "plain.log") as agent:
         expected = [ask(agent, rows) for rows in (1, 2, 3, 4)]
     with serving(mixed, tmp_path / "log") as agent:
