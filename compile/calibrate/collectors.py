@@ -229,7 +229,7 @@ def _divergence(histogram: Histogram, candidate: Range) -> float:
     counts = histogram.counts.astype(np.float64)
     # What the reference holds outside the range is counted at its ends.
     at = np.arange(len(counts))
-    first = int(np.searchsorted(histogram.centres, candidate.low))
+    first = min(int(np.searchsorted(histogram.centres, candidate.low)), len(counts) - 1)
     last = max(int(np.searchsorted(histogram.centres, candidate.high)) - 1, first)
     reference = np.bincount(np.clip(at, first, last), counts, len(counts))
     inside = np.zeros_like(counts)

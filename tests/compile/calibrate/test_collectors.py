@@ -13,6 +13,7 @@ from compile.calibrate.collectors import (
     METHODS,
     SIDE_BINS,
     Collector,
+    Histogram,
     Range,
     Unfit,
     collect_range,
@@ -138,3 +139,10 @@ def test_a_sparse_tensor_is_no_tensor_of_giants() -> None:
 def test_a_range_without_zero_is_refused(low: float, high: float) -> None:
     with pytest.raises(ValueError, match="no range around zero"):
         Range(low, high)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranges_are_tried_that_hold_no_bin(method: str) -> None:
+    """Bins are few where values are so small that no narrower ones can be told apart."""
+    found = METHODS[method](Histogram(1.0, -2, np.array([5, 1]), 0), Range(-1.5, 0.0))
+    assert -1.5 <= found.low < 0 <= found.high
