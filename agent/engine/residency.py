@@ -5,10 +5,10 @@ weights, which the runtime has mapped:
 
     turn of A begins     A's pages are there (their reading waited for); a thread begins to read those of B, the next
     A runs
-    turn of A ends       A's pages are let go
+    turn of A ends       the thread lets A's pages go
     turn of B begins     B's pages are there, those of C are read ahead ...
 
-The order is a circle, so the first is read ahead while the last runs and is there when the next request comes. At no
+One thread reads and lets go, one thing after the other, so that neither takes time from a run. The order is a circle, so the first is read ahead while the last runs and is there when the next request comes. At no
 time are the pages of more than two streamed segments in memory, and only of one between requests. A bundle with a
 single streamed segment has nothing to hide its reading under: none is there between requests. Where a turn does not
 come as foreseen (a run failed, outputs that nobody wants) what was read ahead is let go before anything else is read.
@@ -73,7 +73,7 @@ class Sessions:
                 self._pages[step] = _Pages(source.weights)
                 self._pages[step].drop()
         self._ahead: tuple[int, Future[None]] | None = None
-        self._thread = ThreadPoolExecutor(1, "read-ahead")
+        self._thread = ThreadPoolExecutor(1, "pages")
         self.streamed_bytes = 0
         """Bytes of weights that were brought in for a turn so far."""
 
@@ -91,9 +91,9 @@ class Sessions:
                 self._hold(step)
         finally:
             if step in self._streamed:
-                self._pages[step].drop()
+                self._thread.submit(self._pages[step].drop)
             elif step in self._pages:
-                self._pages[step].drop_rows()
+                self._thread.submit(self._pages[step].drop_rows)
 
     def close(self) -> None:
         """Close everything."""
@@ -125,7 +125,7 @@ class Sessions:
             self._ahead = None
         else:
             self._forget()
-            self._fetch(step)
+            self._thread.submit(self._fetch, step).result()
 
     def _read_ahead(self, step: int) -> None:
         if len(self._streamed) > 1:
@@ -136,7 +136,7 @@ class Sessions:
         if self._ahead is not None:
             (step, future), self._ahead = self._ahead, None
             future.result()
-            self._pages[step].drop()
+            self._thread.submit(self._pages[step].drop).result()
 
     def _fetch(self, step: int) -> None:
         self.streamed_bytes += self._pages[step].fetch()

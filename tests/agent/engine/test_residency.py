@@ -103,12 +103,18 @@ def sessions_of(folder: Path, *residencies: Residency) -> Sessions:
     return sessions
 
 
+def settle(sessions: Sessions) -> None:
+    """Wait until what was to be read and let go has been."""
+    sessions._thread.submit(int).result()
+
+
 def one_pass(sessions: Sessions, folder: Path, count: int) -> list[list[int]]:
     """MiB of each file that are in the page cache when a turn has run, for every turn."""
     seen = []
     for step in range(count):
         with sessions.turn(step) as session:
             session.run({}, [])
+            settle(sessions)
             seen.append([cached(folder / f"{other}.bin") >> 20 for other in range(count)])
     return seen
 
@@ -167,6 +173,7 @@ def test_a_single_streamed_segment_is_gone_between_requests(tmp_path: Path) -> N
     sessions = sessions_of(tmp_path, STREAMED)
     for _ in range(2):
         one_pass(sessions, tmp_path, 1)
+        settle(sessions)
         assert cached(tmp_path / "0.bin") == 0
     assert sessions.streamed_bytes == 3 * QUARTER
     sessions.close()
@@ -180,11 +187,13 @@ def test_turns_that_do_not_come_as_foreseen(tmp_path: Path) -> None:
     for step in (0, 2, 2, 1, 0):
         with sessions.turn(step) as session:
             session.run({}, [])
+            settle(sessions)
             files = [cached(tmp_path / f"{other}.bin") for other in range(3)]
             assert files[step] >= 3 * QUARTER
             assert sum(files) <= 2 * 4 * QUARTER
     with pytest.raises(RuntimeError, match="broke"), sessions.turn(1):
         raise RuntimeError("broke")
+    settle(sessions)
     assert cached(tmp_path / "1.bin") == 0
     one_pass(sessions, tmp_path, 3)
     sessions.close()
