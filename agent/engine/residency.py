@@ -8,10 +8,11 @@ weights, which the runtime has mapped:
     turn of A ends       the thread lets A's pages go
     turn of B begins     B's pages are there, those of C are read ahead ...
 
-One thread reads and lets go, one thing after the other, so that neither takes time from a run. The order is a circle, so the first is read ahead while the last runs and is there when the next request comes. At no
-time are the pages of more than two streamed segments in memory, and only of one between requests. A bundle with a
-single streamed segment has nothing to hide its reading under: none is there between requests. Where a turn does not
-come as foreseen (a run failed, outputs that nobody wants) what was read ahead is let go before anything else is read.
+One thread reads and lets go, one thing after the other, so that neither takes time from a run. The order is a circle,
+so the first is read ahead while the last runs and is there when the next request comes. At no time are the pages of
+more than two streamed segments in memory, and only of one between requests. A bundle with a single streamed segment has
+nothing to hide its reading under: none is there between requests. Where a turn does not come as foreseen (a run failed,
+outputs that nobody wants) what was read ahead is let go before anything else is read.
 
 Mapped weights stay: by themselves as long as nothing else needs the memory; beside streamed ones, which would push
 them out, they are held.
