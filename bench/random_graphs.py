@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help=f"write results/{RESULT.name}")
     options = parser.parse_args()
     started = time.monotonic()
-    batch = 250
+    batch = 125
     seen: collections.Counter[str] = collections.Counter()
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.workers, mp_context=context) as pool:
@@ -65,10 +65,10 @@ def main() -> None:
                 pool.shutdown(cancel_futures=True)
                 sys.exit(f"{type(error).__name__}: {error}\n{' '.join(getattr(error, '__notes__', ()))}")
             print(f"{seen['models']} of {options.count} models", file=sys.stderr, flush=True)
-    text = report(seen, time.monotonic() - started)
-    print(text)
-    if options.save:
-        RESULT.write_text(text)
+            if options.save:
+                # What has been run so far, should the rest not be.
+                RESULT.write_text(report(seen, time.monotonic() - started))
+    print(report(seen, time.monotonic() - started))
 
 
 def report(seen: collections.Counter[str], seconds: float) -> str:
