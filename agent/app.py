@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
+import sys
 from collections.abc import Callable, Coroutine
 from importlib import metadata
 from pathlib import Path
@@ -114,10 +115,14 @@ async def _listen(
         logger.info("serving", model=gateway.model.name, version=gateway.model.version, address=address)
         announce(f"serving {gateway.model.name} at {address}")
         systemd.notify("READY=1")
-        await stop.wait()
+        lost = await _unless(stop, gateway.given_up.wait())
         systemd.notify("STOPPING=1")
         logger.info("stopping: no new requests, what was accepted is answered first")
         server.close()
         await gateway.drain()
     finally:
         await runner.cleanup()
+    if lost:
+        logger.error("the engine died too often to be started again; the agent ends")
+        # Not that of a bad bundle or configuration: the service manager is to start the agent again.
+        sys.exit(1)

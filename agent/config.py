@@ -63,6 +63,9 @@ class Requests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The engine process. `threads` compute one operator together; 0 means one per core.
 
+    A pass that takes longer than `hang_s`, and than twenty times the longest one before, is taken for a hang. An engine
+    that died or hung is started again, up to `restarts` times within `restart_window_s`; then the agent ends.
+
     `residency` says where every segment's weights are, `plan` that it is as the bundle's plan has it. What mapped and
     streamed segments need is looked for in `cache` (empty: in the default places, see `tightfit-agent finalise
     --help`) and made when it is not there if `finalise_on_start`.
@@ -70,6 +73,9 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     load_s: Seconds = 300.0
+    hang_s: Seconds = 10.0
+    restarts: Annotated[int, Meta(ge=0, le=1000)] = 5
+    restart_window_s: Seconds = 300.0
     residency: Literal["plan", "heap", "mapped", "streamed", "unpacked"] = "plan"
     cache: str = ""
     finalise_on_start: bool = False

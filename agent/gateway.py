@@ -24,7 +24,7 @@ from typing import Any
 from agent import log
 from agent.config import Config
 from agent.engine.channel import Done, Load, Pass, Passed, Ready, Run, RunError, Slab, most_runs
-from agent.engine.host import EngineHost
+from agent.engine.supervisor import Backoff, Supervisor
 from agent.errors import Reason, RefusedError
 from agent.models import Model
 from agent.pool import Pool
@@ -71,7 +71,17 @@ class Gateway:
         # uvloop's own clock is cached and ticks in milliseconds, so all times are of time.monotonic().
         self._timer: asyncio.TimerHandle | None = None
         self._wakeup = 0.0
-        self._engine = EngineHost(model.layout, self._on_reply, self._on_death)
+        options = config.engine
+        self._engine = Supervisor(
+            model.layout,
+            Backoff(options.restarts, options.restart_window_s),
+            options.hang_s,
+            self._on_reply,
+            self._on_death,
+            self._on_ready,
+        )
+        self.given_up = asyncio.Event()
+        """Set when the engine died too often to be started once more."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._watch()
@@ -79,6 +89,7 @@ class Gateway:
     def _watch(self) -> None:
         watch = self.telemetry.watch
         watch("tightfit_engine_up", "1 while the engine can run requests.", lambda: float(self._engine.up))
+        watch("tightfit_engine_restarts", "Engines started after the first.", lambda: float(self._engine.restarts))
         watch("tightfit_in_flight", "Requests that hold a slot.", lambda: float(self._pool.leased))
         watch("tightfit_slots", "Requests that can be in memory at once.", lambda: float(self._pool.slots))
         watch("tightfit_queue_depth", "Requests ready to run.", lambda: float(len(self._queue)))
@@ -108,12 +119,15 @@ class Gateway:
             str(self.model.finalised or ""),
         )
         ready = await self._engine.start(load, options.load_s)
+        self._log_ready(ready)
+        return ready
+
+    def _log_ready(self, ready: Ready) -> None:
         self._log.info(
             "engine ready", model=self.model.name, version=self.model.version, runtime=ready.runtime,
-            load_s=round(ready.load_s, 3), threads=options.intra_op_threads, slots=self._pool.slots,
-            **{f"pss_{kind}": nbytes for kind, nbytes in ready.pss.items()},
+            load_s=round(ready.load_s, 3), threads=self._config.engine.intra_op_threads, slots=self._pool.slots,
+            restarts=self._engine.restarts, **{f"pss_{kind}": nbytes for kind, nbytes in ready.pss.items()},
         )  # fmt: skip
-        return ready
 
     async def drain(self) -> None:
         """Take nothing new and wait until what was accepted is answered, at most `drain_s`; then refuse the rest."""
@@ -162,8 +176,7 @@ class Gateway:
     async def infer(
         self, call: Call, shapes: tuple[tuple[int, ...], ...], nbytes: tuple[int, ...], outputs: tuple[int, ...]
     ) -> Result:
-        """Run what stands in the call's slot. Raises RefusedError."""
-        self._check_engine()
+        """Run what stands in the call's slot, when there is an engine. Raises RefusedError."""
         assert call.slot is not None  # noqa: S101 - `admit` came before
         request = Request(call.id, call.deadline, call.slot, shapes, nbytes, outputs)
         self._filling.discard(call.id)
@@ -234,13 +247,24 @@ class Gateway:
             _reject(call, Refused(Reason(reply.reason), reply.message))
         self._pump()
 
-    def _on_death(self, how: str) -> None:
-        self._log.error("the engine process is gone; restart the service to go on", how=how, in_flight=len(self._calls))
+    def _on_death(self, how: str, again: bool) -> None:
+        """What ran is lost and answered; what waits goes on waiting for the next engine, until its deadline."""
+        self._log.error("the engine process is gone", how=how, starts_again=again, in_flight=len(self._calls))
+        refused = Refused(Reason.ENGINE_DOWN, f"the engine process {how}")
         running, self._running = self._running, {}
         for request in running.values():
-            if request.id not in self._calls:
+            call = self._calls.get(request.id)
+            if call is None:
                 self._release(request.slot, request.id)
-        self._refuse_all(Refused(Reason.ENGINE_DOWN, f"the engine process {how}"))
+            else:
+                _reject(call, refused)
+        if not again:
+            self._refuse_all(refused)
+            self.given_up.set()
+
+    def _on_ready(self, ready: Ready) -> None:
+        self._log_ready(ready)
+        self._pump()
 
     def _refuse_all(self, refused: Refused) -> None:
         for call in list(self._calls.values()):
@@ -275,7 +299,7 @@ class Gateway:
 
     def _check_engine(self) -> None:
         if not self._engine.up:
-            raise RefusedError(Reason.ENGINE_DOWN, "the engine process is not running", "see the agent's log")
+            raise RefusedError(Reason.ENGINE_DOWN, "the engine process is being started", "try again")
 
     def _raise(self, refused: Refused | None) -> None:
         if refused is not None:

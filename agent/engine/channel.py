@@ -63,10 +63,11 @@ class Pass(msgspec.Struct, frozen=True, tag="pass", array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
-    """Engine to gateway, once: loaded and warm."""
+    """Engine to gateway, once: loaded and warm. `warm_s` is what the pass over the bundle's sample took, 0 without."""
 
     runtime: str
     load_s: float
+    warm_s: float
     pss: dict[str, int]
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from agent import log
 from agent.engine import channel
-from agent.engine.channel import Done, Failed, Layout, Load, Pass, Passed, Ready, RunError, Slab
+from agent.engine.channel import Done, Failed, Load, Pass, Passed, Ready, RunError, Slab
 from agent.errors import AgentError
 
 # An engine that is told to stop has nothing left to do but to exit.
@@ -26,10 +26,11 @@ OnDeath = Callable[[str], None]
 
 
 class EngineHost:
-    """One engine process. `on_reply` hears every answer, `on_death` once why it is gone (unless it was closed)."""
+    """One engine process. `on_reply` hears every answer, `on_death` once why it is gone, unless it was closed, or never
+    was ready: then `start` says so."""
 
-    def __init__(self, layout: Layout, on_reply: OnReply, on_death: OnDeath) -> None:
-        self.slab = Slab.create(layout)
+    def __init__(self, slab: Slab, on_reply: OnReply, on_death: OnDeath) -> None:
+        self._slab = slab
         self._on_reply = on_reply
         self._on_death = on_death
         self._log = log.get("gateway")
@@ -39,6 +40,7 @@ class EngineHost:
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._closing = False
+        self._was_up = False
         self.up = False
 
     @property
@@ -50,7 +52,7 @@ class EngineHost:
         """Start the process and wait until the bundle is loaded and warm. Raises AgentError with its reason."""
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
-        fds = (self._engines_end.fileno(), self.slab.fd)
+        fds = (self._engines_end.fileno(), self._slab.fd)
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "agent.engine.worker", str(fds[0]), str(fds[1]), str(os.getpid())),
             cwd=_ROOT,
@@ -59,7 +61,6 @@ class EngineHost:
             stdout=2,
         )
         self._engines_end.close()
-        self.slab.close_fd()
         loop.add_reader(self._control.fileno(), self._read)
         self._watcher = loop.create_task(self._watch(self._process))
         channel.send(self._control, load)
@@ -67,7 +68,7 @@ class EngineHost:
             ready = await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
         except (TimeoutError, asyncio.TimeoutError):
             raise AgentError(f"the engine did not load within {timeout_s:g} s", "raise load_s under [engine]") from None
-        self.up = True
+        self.up = self._was_up = True
         return ready
 
     def send(self, runs: Pass) -> None:
@@ -85,13 +86,12 @@ class EngineHost:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
         self._control.close()
         self._engines_end.close()
-        self.slab.close_fd()
         if self._watcher is None:
             return
         try:
             await asyncio.wait_for(asyncio.shield(self._watcher), _EXIT_S)
         except (TimeoutError, asyncio.TimeoutError):
-            self._kill()
+            self.kill()
             await self._watcher
         if self._ready is not None and self._ready.done():
             self._ready.exception()  # whoever waited for it may be gone
@@ -128,9 +128,10 @@ class EngineHost:
         if self._control.fileno() >= 0:
             loop.remove_reader(self._control.fileno())
         # A process that ends by itself is given the time to, so that its own exit code is what gets reported.
-        loop.call_later(_EXIT_S, self._kill)
+        loop.call_later(_EXIT_S, self.kill)
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End the process at once; its death is noticed as any other."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
@@ -138,11 +139,11 @@ class EngineHost:
         code = await process.wait()
         if self._control.fileno() >= 0 and not self._closing:
             self._read()
-        self.up = False
+        was_up, self.up = self._was_up, False
         how = describe_exit(code)
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(AgentError(f"the engine process {how} while it loaded the bundle"))
-        if not self._closing:
+        if was_up and not self._closing:
             self._on_death(how)
 
 

@@ -72,6 +72,8 @@ class Engine:
         arena = _arena(manifest.plan)
         backend.prepare(arena)
         self.runtime = backend.describe()
+        self.warm_s = 0.0
+        """Seconds of the pass over the bundle's sample, once that was made."""
         if finalised:
             check_runtime(finalised, self.runtime)
         residencies = residencies or [segment.residency for segment in self._segments]
@@ -262,7 +264,9 @@ def load(message: Load, slab_fd: int) -> Engine:
     finalised = Path(message.finalised) if message.finalised else None
     engine = Engine(folder, manifest, message.threads, slab, residencies, finalised)
     if manifest.sample or not manifest.contract.inputs:
+        started = time.perf_counter()
         warm_up(engine, folder, manifest, slab)
+        engine.warm_s = time.perf_counter() - started
     return engine
 
 
@@ -335,7 +339,7 @@ def main(arguments: list[str]) -> None:
         return
     pss = pss_by_kind(os.getpid())
     log.get("engine").debug("loaded", runtime=engine.runtime, **{f"pss_{kind}": n for kind, n in pss.items()})
-    send(control, Ready(engine.runtime, time.perf_counter() - started, pss))
+    send(control, Ready(engine.runtime, time.perf_counter() - started, engine.warm_s, pss))
     serve(control, engine)
 
 

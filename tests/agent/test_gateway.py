@@ -132,23 +132,70 @@ def test_a_slow_body_holds_its_slot_no_longer_than_its_deadline(bundle: Path, tm
         until(agent, "tightfit_in_flight", 0)
 
 
-def test_a_killed_engine(agent: Agent, threads: ThreadPoolExecutor, turns_per_s: float) -> None:
-    answers: Answers = [threads.submit(agent.post, request_of(turns_per_s * 20)) for _ in range(4)]
+def test_a_killed_engine_comes_back(agent: Agent, threads: ThreadPoolExecutor, turns_per_s: float) -> None:
+    """What ran is answered with the reason; what waited, a half-sent body among it, is answered by the next engine."""
+    first = agent.engine_pid
+    running = threads.submit(agent.post, request_of(turns_per_s * 20))
+    until(agent, "tightfit_running", 1)
+    waiting: Answers = [threads.submit(agent.post, request_of(10)) for _ in range(3)]
     until(agent, "tightfit_door_depth", 2)
-    os.kill(agent.engine_pid, signal.SIGKILL)
-    for answer in answers:
-        status, body, headers = answer.result(5)
-        assert (status, headers["Retry-After"]) == (503, "5")
-        assert "the engine process was killed by SIGKILL" in json.loads(body)["error"]
-    status, body, _ = agent.post(request_of(1))
-    assert (status, "engine process" in json.loads(body)["error"]) == (503, True)
-    assert agent.request("/v2/health/ready")[0] == 503
-    assert agent.request("/v2/models/slow/ready")[0] == 503
-    assert agent.request("/v2/health/live")[0] == 200
-    assert metric(agent, "tightfit_engine_up") == 0
+    os.kill(first, signal.SIGKILL)
+    status, body, headers = running.result(10)
+    assert (status, headers["Retry-After"]) == (503, "5")
+    assert "the engine process was killed by SIGKILL" in json.loads(body)["error"]
+    assert [answer.result(20)[0] for answer in waiting] == [200] * 3
+    until(agent, "tightfit_engine_up", 1)
+    assert agent.engine_pid != first
+    assert metric(agent, "tightfit_engine_restarts") == 1
     assert metric(agent, "tightfit_in_flight") == 0
+    assert agent.request("/v2/health/ready")[0] == agent.request("/v2/models/slow/ready")[0] == 200
     assert "was killed by SIGKILL (out of memory?)" in agent.log
     assert agent.stop() == 0
+
+
+def test_while_no_engine_is_there_who_comes_is_told_to_try_again(agent: Agent) -> None:
+    os.kill(agent.engine_pid, signal.SIGKILL)
+    seen = set()
+    end = time.monotonic() + 20
+    while 200 not in seen or 503 not in seen:
+        assert time.monotonic() < end, seen
+        status, body, headers = agent.post(request_of(1))
+        seen.add(status)
+        assert status == 200 or (status, headers["Retry-After"]) == (503, "5"), body
+        assert agent.request("/v2/health/live")[0] == 200
+
+
+def test_an_engine_that_hangs_is_ended_and_replaced(
+    bundle: Path, tmp_path: Path, threads: ThreadPoolExecutor, turns_per_s: float
+) -> None:
+    config = tmp_path / "agent.toml"
+    config.write_text("[engine]\nhang_s = 1.0\n")
+    with serving(bundle, tmp_path / "log", "--config", str(config)) as agent:
+        first = agent.engine_pid
+        running = threads.submit(agent.post, request_of(turns_per_s * 20))
+        until(agent, "tightfit_running", 1)
+        os.kill(first, signal.SIGSTOP)
+        status, body, _ = running.result(30)
+        assert status == 503
+        assert "the engine process did not answer within" in json.loads(body)["error"]
+        until(agent, "tightfit_engine_up", 1)
+        assert agent.engine_pid != first
+        assert agent.post(request_of(1))[0] == 200
+        assert agent.stop() == 0
+
+
+def test_an_engine_that_dies_too_often_ends_the_agent(bundle: Path, tmp_path: Path) -> None:
+    """With exit code 1, which a service manager answers with a restart; 2 says that this would not help."""
+    config = tmp_path / "agent.toml"
+    config.write_text("[engine]\nrestarts = 1\n")
+    with serving(bundle, tmp_path / "log", "--config", str(config)) as agent:
+        os.kill(agent.engine_pid, signal.SIGKILL)
+        until(agent, "tightfit_engine_restarts", 1)
+        until(agent, "tightfit_engine_up", 1)
+        os.kill(agent.engine_pid, signal.SIGKILL)
+        assert agent.process.wait(20) == 1
+        assert "died too often" in agent.log
+        assert "Traceback" not in agent.log
 
 
 def test_the_engine_dies_with_its_gateway(agent: Agent) -> None:
