@@ -228,6 +228,8 @@ class _Ready:
 
 def _reason(error: Exception) -> str:
     """Why there was no answer, in words that are the same each time."""
+    if isinstance(error, aiohttp.ClientSSLError):
+        return f"TLS failed ({type(error).__name__})"
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"no connection: {_strerror(error.os_error)}"
     if isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionError)):

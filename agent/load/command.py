@@ -17,8 +17,7 @@ from yarl import URL
 
 from agent.load.arrivals import Share, Spacing, arrivals, picks
 from agent.load.client import MAX_CONNECTIONS, Client, metadata_of, run, session_of
-from agent.load.histogram import Histogram
-from agent.load.plot import plot
+from agent.load.plot import Line, plot
 from agent.load.report import Report, Run, Slo, run_of, table
 from agent.load.samples import MAX_BYTES, Form, Kind, Metadata, file_messages, random_messages, read_inputs
 from targets.errors import TightfitError
@@ -144,8 +143,8 @@ def bench(
         seed=seed,
     )
     _check_times(plan)
-    report, latencies = run(lambda stop: _measure(plan, stop))
-    _write(report, latencies, json, json_output, svg)
+    report, lines = run(lambda stop: _measure(plan, stop))
+    _write(report, lines, json, json_output, svg)
     if not report.passed:
         raise typer.Exit(1)
 
@@ -159,7 +158,7 @@ def _check_times(plan: Plan) -> None:
             )
 
 
-async def _measure(plan: Plan, stop: asyncio.Event) -> tuple[Report, list[tuple[str, Histogram]]]:
+async def _measure(plan: Plan, stop: asyncio.Event) -> tuple[Report, list[Line]]:
     async with session_of(plan.connections) as session:
         metadata, takes_binary = await metadata_of(session, plan.base, plan.path, _METADATA_S)
         binary = takes_binary if plan.tensors is None else plan.tensors == "binary"
@@ -177,7 +176,7 @@ async def _measure(plan: Plan, stop: asyncio.Event) -> tuple[Report, list[tuple[
                 raise TightfitError("nothing was answered in closed loop", "see what --rate 1 says of the server")
             rates = [(share * capacity, share) for share in plan.loads]
         runs: list[Run] = []
-        latencies: list[tuple[str, Histogram]] = []
+        lines: list[Line] = []
         for rate, share in rates:
             if stop.is_set():
                 break
@@ -190,7 +189,8 @@ async def _measure(plan: Plan, stop: asyncio.Event) -> tuple[Report, list[tuple[
             measured = await client.measure(schedule, plan.deadline_s, stop)
             figures, total = run_of(rate, share, plan.duration_s, [k.name for k in kinds], measured, plan.slos)
             runs.append(figures)
-            latencies.append((f"{rate:.4g}/s" + (f" ({share:.0%})" if share else ""), total.latency))
+            name = f"{rate:.4g}/s" + (f" ({share:.0%})" if share else "")
+            lines.append(Line(name, total.latency, total.unanswered))
     report = Report(
         url=f"{plan.base}".rstrip("/") + plan.path,
         model=metadata.name,
@@ -208,7 +208,7 @@ async def _measure(plan: Plan, stop: asyncio.Event) -> tuple[Report, list[tuple[
         runs=runs,
         interrupted=stop.is_set(),
     )
-    return report, latencies
+    return report, lines
 
 
 def _parameters(plan: Plan) -> dict[str, int]:
@@ -303,18 +303,14 @@ def _note(line: str) -> None:
     sys.stderr.flush()
 
 
-def _write(
-    report: Report, latencies: Sequence[tuple[str, Histogram]], json: bool, json_output: Path | None, svg: Path | None
-) -> None:
+def _write(report: Report, lines: Sequence[Line], json: bool, json_output: Path | None, svg: Path | None) -> None:
     text = msgspec.json.encode(report)
     sys.stdout.write((text.decode() if json else table(report)) + "\n")
     sys.stdout.flush()
     if json_output:
         _replace(json_output, text + b"\n")
     if svg:
-        _replace(
-            svg, plot(f"{report.model}: latency from when a request was due", latencies, report.deadline_ms).encode()
-        )
+        _replace(svg, plot(f"{report.model}: latency from when a request was due", lines, report.deadline_ms).encode())
 
 
 def _replace(path: Path, data: bytes) -> None:

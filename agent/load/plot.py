@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from agent.load.histogram import Histogram
@@ -13,14 +14,26 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 170, 40, 50
 # From one hue to the other, told apart also without colours.
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8a5cab", "#c77f0a", "#4a4a4a")
 _DASHES = ("", "6 3", "2 3", "9 3 2 3")
+_LEAST_MS = 1e-3
 _PERCENTS = (0.0, 50.0, 90.0, 99.0, 99.9, 99.99, 99.999)
 
 
-def plot(title: str, lines: Sequence[tuple[str, Histogram]], deadline_ms: float | None = None) -> str:
-    """The drawing. x: percentile, each nine as wide as the one before; y: milliseconds."""
-    drawn = [(name, list(_points(histogram))) for name, histogram in lines if histogram.count]
-    marks = [ms for _, points in drawn for _, ms in points] + ([deadline_ms] if deadline_ms else [])
-    low = math.floor(math.log10(max(min(marks, default=1.0), 1e-3)))
+@dataclass(frozen=True)
+class Line:
+    """Latencies in nanoseconds, and how many requests beside them were never answered."""
+
+    name: str
+    latency: Histogram
+    unanswered: int = 0
+
+
+def plot(title: str, lines: Sequence[Line], deadline_ms: float | None = None) -> str:
+    """The drawing. x: percentile of all requests, each nine as wide as the one before; y: milliseconds. A line ends
+    where the rest was not answered."""
+    drawn = [(line.name, list(_points(line))) for line in lines if line.latency.count]
+    shown = [ms for _, points in drawn for _, ms in points] + ([deadline_ms] if deadline_ms else [])
+    marks = [max(ms, _LEAST_MS) for ms in shown]
+    low = math.floor(math.log10(min(marks, default=1.0)))
     high = max(math.ceil(math.log10(max(marks, default=10.0))), low + 1)
     nines = max([_nines(percent / 100) for percent in _PERCENTS[:4]] + [p[-1][0] for _, p in drawn])
 
@@ -44,7 +57,9 @@ def plot(title: str, lines: Sequence[tuple[str, Histogram]], deadline_ms: float 
     for power in range(low, high + 1):
         parts.append(_rule(x(0), y(10.0**power), x(nines), y(10.0**power)))
         parts.append(f'<text x="{_LEFT - 8}" y="{y(10.0**power) + 4:.1f}" text-anchor="end">{10.0**power:g}</text>')
-    parts.append(f'<text x="{x(nines / 2):.1f}" y="{_HEIGHT - 10}" text-anchor="middle">percentile</text>')
+    parts.append(
+        f'<text x="{x(nines / 2):.1f}" y="{_HEIGHT - 10}" text-anchor="middle">percentile of all requests</text>'
+    )
     parts.append(f'<text x="12" y="{_TOP - 8}">ms</text>')
     if deadline_ms:
         parts.append(_rule(x(0), y(deadline_ms), x(nines), y(deadline_ms), "#d00"))
@@ -60,15 +75,14 @@ def plot(title: str, lines: Sequence[tuple[str, Histogram]], deadline_ms: float 
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _points(histogram: Histogram) -> Iterator[tuple[float, float]]:
-    """(nines, milliseconds) of every bucket; the last stands half a request before all."""
+def _points(line: Line) -> Iterator[tuple[float, float]]:
+    """(nines, milliseconds) of every bucket. Where all were answered the last stands half a request before all."""
+    total = line.latency.count + line.unanswered
     before = 0
-    for value, below in histogram.steps():
-        yield _nines(before / histogram.count), value / 1e6
+    for value, below in line.latency.steps():
+        yield _nines(before / total), value / 1e6
         before = below
-        if below < histogram.count:
-            yield _nines(below / histogram.count), value / 1e6
-    yield _nines(1 - 0.5 / histogram.count), histogram.max / 1e6
+        yield _nines(min(below, total - 0.5) / total), value / 1e6
 
 
 def _nines(share: float) -> float:

@@ -208,9 +208,11 @@ def table(report: Report) -> str:
     lines = [f"{report.model} at {report.url}: {report.arrivals} arrivals, {report.connections} connections, "
              f"{report.tensors}, seed {report.seed}, request ids {report.trace}-..."]  # fmt: skip
     if report.capacity_per_s is not None:
-        used = f"closed loop, {report.capacity_connections} connections were not refused"
-        lines.append(f"capacity {report.capacity_per_s:.1f}/s ({used})")
-    lines += ["", *_columns(report)]
+        used = f"with {report.capacity_connections} of {report.connections} connections, the others were refused"
+        if report.capacity_connections == report.connections:
+            used = f"with {report.connections} connections"
+        lines.append(f"capacity {report.capacity_per_s:.1f}/s in closed loop {used}")
+    lines += ["latency in ms, from when a request was due", "", *_columns(report)]
     for run in report.runs:
         lines += _notes(report, run)
     if report.interrupted:
@@ -227,13 +229,12 @@ def _columns(report: Report) -> list[str]:
     ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     left = head.index("kind")
-    lines = [
+    return [
         "  ".join(
             cell.ljust(w) if at == left else cell.rjust(w) for at, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
         for row in (head, *rows)
     ]
-    return [f"{lines[0]}  (latency in ms from when a request was due)", *lines[1:]]
 
 
 def _cells(group: Group) -> list[str]:

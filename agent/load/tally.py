@@ -94,10 +94,14 @@ class Tally:
         # Ascending, which is a heap.
         self.slowest = heapq.nlargest(SLOWEST, self.slowest + other.slowest)[::-1]
 
+    @property
+    def unanswered(self) -> int:
+        """Requests that were refused or lost, which have no latency."""
+        return self.requests - self.latency.count
+
     def quantile_s(self, share: float) -> float | None:
         """The latency that `share` of all requests kept, in seconds; what was refused or failed never did."""
-        unanswered = self.requests - self.latency.count
-        value = self.latency.quantile(share, beyond=unanswered)
+        value = self.latency.quantile(share, beyond=self.unanswered)
         return None if value is None else value / 1e9
 
 

@@ -312,6 +312,23 @@ def test_ctrl_c_prints_what_was_measured(add: Agent) -> None:
     assert int(row) > 0
 
 
+def test_ctrl_c_while_the_capacity_is_measured(add: Agent) -> None:
+    command = [*COMMAND, "bench", url_of(add), "--warmup", "0", "--json", *SHAPES]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "measuring the capacity" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (1, "")
+    assert (json.loads(out)["runs"], json.loads(out)["interrupted"]) == ([], True)
+
+
+def test_help_shows_examples(bench: Bench) -> None:
+    code, out, _ = bench("--help")
+    assert code == 0
+    assert "tightfit-agent bench " in out
+
+
 # --- what is refused before anything is sent
 
 
