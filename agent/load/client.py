@@ -112,19 +112,19 @@ class Client:
         await self._together(worker, stop)
         return (answered / seconds if seconds else 0.0), used
 
-    async def measure(self, schedule: Iterator[Arrival], deadline_s: float | None, stop: asyncio.Event) -> Measured:
-        """Send the arrivals when they are due; those before offset 0 are not counted. Ends when all are answered or
-        given up, at most the timeout after the last was due."""
+    async def measure(
+        self, schedule: Iterator[Arrival], warmup_s: float, deadline_s: float | None, stop: asyncio.Event
+    ) -> Measured:
+        """Send the arrivals, from -warmup_s on, when they are due; those before offset 0 are not counted. Ends when all
+        are answered or given up, at most the timeout after the last was due."""
         measured = Measured([Tally() for _ in self._kinds])
-        first = next(schedule)
-        left = itertools.chain([first], schedule)
         began, cpu = self._loop.time(), time.process_time()
-        start = began + _LEAD_S - min(first.offset_s, 0.0)
+        start = began + _LEAD_S + warmup_s
         in_flight = 0
 
         async def worker() -> None:
             nonlocal in_flight
-            for arrival in left:
+            for arrival in schedule:
                 due = start + arrival.offset_s
                 delay = due - self._loop.time()
                 if delay > 0:
@@ -148,7 +148,7 @@ class Client:
         measured.stopped = stop.is_set()
         if measured.stopped:
             # What nobody took although it was due waited for a connection, and must not be forgotten.
-            overdue = itertools.takewhile(lambda arrival: arrival.offset_s <= measured.end_s, left)
+            overdue = itertools.takewhile(lambda arrival: arrival.offset_s <= measured.end_s, schedule)
             measured.cut_off = in_flight + sum(arrival.offset_s >= 0 for arrival in overdue)
         return measured
 

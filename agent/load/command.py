@@ -186,7 +186,7 @@ async def _measure(plan: Plan, stop: asyncio.Event) -> tuple[Report, list[Line]]
             schedule = arrivals(
                 rate, plan.spacing, plan.warmup_s, plan.duration_s or 0.0, plan.requests, picked, plan.seed
             )
-            measured = await client.measure(schedule, plan.deadline_s, stop)
+            measured = await client.measure(schedule, plan.warmup_s, plan.deadline_s, stop)
             figures, total = run_of(rate, share, plan.duration_s, [k.name for k in kinds], measured, plan.slos)
             runs.append(figures)
             name = f"{rate:.4g}/s" + (f" ({share:.0%})" if share else "")

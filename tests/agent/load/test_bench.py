@@ -206,6 +206,14 @@ def test_answers_that_are_none(bench: Bench, answer: bytes, failure: str) -> Non
     assert json.loads(out)["runs"][0]["all"]["failures"] == {failure: 5}
 
 
+def test_a_rate_so_low_that_nothing_was_due(bench: Bench) -> None:
+    told = Told()
+    with server(told) as url:
+        code, out, _ = bench(url, "--rate", 0.01, "--duration", 0.1, "--warmup", 0, "--json")
+    assert (code, told.heads) == (1, [])
+    assert json.loads(out)["runs"][0]["all"]["latency_ms"] is None
+
+
 # --- the agent
 
 
