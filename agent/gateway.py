@@ -120,6 +120,7 @@ class Gateway:
         )
         ready = await self._engine.start(load, options.load_s)
         self._log_ready(ready)
+        self._gathering.ended(1, 0, ready.warm_s, time.monotonic())
         return ready
 
     def _log_ready(self, ready: Ready) -> None:

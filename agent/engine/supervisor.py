@@ -25,7 +25,7 @@ from agent.errors import AgentError
 # The first death is answered at once; of those that follow each waits twice as long, up to a limit.
 FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 30.0
-# So many times the longest pass that there was; machines are slow at times.
+# So many times the longest pass that there was, for each request of the pass; machines are slow at times.
 HANG_FACTOR = 20
 
 
@@ -74,6 +74,7 @@ class Supervisor:
         self._load_limit_s = 0.0
         self._longest_s = 0.0
         self._limit: asyncio.TimerHandle | None = None
+        self._limit_s = 0.0
         self._hung = ""
         self._restarting: asyncio.Task[None] | None = None
         self._closing = False
@@ -99,7 +100,8 @@ class Supervisor:
         if self._engine is None:
             raise RuntimeError("no engine was started")
         loop = asyncio.get_running_loop()
-        self._limit = loop.call_later(self._pass_limit_s, self._hangs)
+        self._limit_s = max(self._hang_s, HANG_FACTOR * self._longest_s * len(runs.runs))
+        self._limit = loop.call_later(self._limit_s, self._hangs)
         self._engine.send(runs)
 
     async def close(self) -> None:
@@ -112,10 +114,6 @@ class Supervisor:
         if self._engine is not None:
             await self._engine.close()
         self.slab.close_fd()
-
-    @property
-    def _pass_limit_s(self) -> float:
-        return max(self._hang_s, HANG_FACTOR * self._longest_s)
 
     def _started(self, ready: Ready) -> Ready:
         self._longest_s = max(self._longest_s, ready.warm_s)
@@ -134,7 +132,7 @@ class Supervisor:
 
     def _hangs(self) -> None:
         self._limit = None
-        self._hung = f"did not answer within {self._pass_limit_s:.3g} s and was stopped"
+        self._hung = f"did not answer within {self._limit_s:.3g} s and was stopped"
         if self._engine is not None:
             self._engine.kill()
 

@@ -105,7 +105,7 @@ def test_a_streamed_bundle_says_what_a_pass_opens(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_where_requests_share_passes_the_plan_counts_those_that_wait(tmp_path: Path, measured_before: None) -> None:
+def test_where_requests_share_passes_the_plan_counts_those_that_wait(tmp_path: Path) -> None:
     """Five products, 1 MiB of weights each, and 2 MiB between them that each of three requests holds."""
     names = ["x", "a", "b", "c", "d", "y"]
     nodes = [node("MatMul", [a, f"w{a}"], [b], name=f"to_{b}") for a, b in itertools.pairwise(names)]
