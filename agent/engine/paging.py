@@ -22,6 +22,8 @@ from agent.external_data import Region, joined
 
 # madvise(2); since Linux 5.14, on older kernels pages are mapped one fault after the other.
 _MADV_POPULATE_READ = 22
+# Of one request to read ahead the kernel reads no more than the device's window, which is 128 KiB by default.
+_WINDOW_BYTES = 128 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -62,8 +64,8 @@ def mappings_of(file: Path) -> tuple[Mapping, ...]:
 
 def fetch(mappings: Sequence[Mapping]) -> None:
     """Have all pages in memory and mapped; returns when they are. A page that cannot be read is left to its reader."""
-    for mapping in mappings:
-        _advise_file(mapping.region, os.POSIX_FADV_WILLNEED)
+    for region in joined(mapping.region for mapping in mappings):
+        _advise_file(region, os.POSIX_FADV_WILLNEED, _WINDOW_BYTES)
     for mapping in mappings:
         _libc.madvise(mapping.address, mapping.region.nbytes, _MADV_POPULATE_READ)
 
@@ -76,7 +78,8 @@ def drop(file: Path, mappings: Sequence[Mapping]) -> None:
 
 
 def read_singly(mappings: Sequence[Mapping]) -> None:
-    """Have a fault read its page and no neighbours: for what a run reads here and there."""
+    """Have a fault read its page and no neighbours: for what a run reads here and there, and for what was read before,
+    whose neighbours nobody wants. The device's window can be several MiB."""
     for mapping in mappings:
         _libc.madvise(mapping.address, mapping.region.nbytes, mmap.MADV_RANDOM)
 
@@ -99,6 +102,8 @@ class Held:
         with region.file.open("rb") as file:
             shared = mmap.mmap(file.fileno(), region.nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=region.offset)
         self._maps.append(shared)
+        shared.madvise(mmap.MADV_RANDOM)
+        _advise_file(region, os.POSIX_FADV_WILLNEED, _WINDOW_BYTES)
         if _libc.mlock(_address_of(shared), region.nbytes):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), str(region.file))
@@ -114,11 +119,13 @@ def _address_of(shared: mmap.mmap) -> int:
     return int(np.frombuffer(shared, np.uint8).ctypes.data)
 
 
-def _advise_file(region: Region, advice: int) -> None:
-    """posix_fadvise(2); no bytes stand for all behind the offset. What cannot be opened its reader complains about."""
+def _advise_file(region: Region, advice: int, step: int | None = None) -> None:
+    """posix_fadvise(2), in steps of so many bytes. No bytes stand for all behind the offset. What cannot be opened its
+    reader complains about."""
     with contextlib.suppress(OSError):
         descriptor = os.open(region.file, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.posix_fadvise(descriptor, region.offset, region.nbytes, advice)
+            for offset in range(region.offset, region.end, step) if step else (region.offset,):
+                os.posix_fadvise(descriptor, offset, min(step or region.nbytes, region.end - offset), advice)
         finally:
             os.close(descriptor)

@@ -161,7 +161,8 @@ class _Pages:
         now = paging.mappings_of(self._file)
         self.wanted = tuple(each for each in now if 2 * each.touched >= each.region.nbytes)
         self._rows = tuple(each for each in now if 0 < 2 * each.touched < each.region.nbytes)
-        paging.read_singly(self._rows)
+        # What is wanted is read before its turn, whole.
+        paging.read_singly((*self.wanted, *self._rows))
 
     def fetch(self) -> int:
         """Bring in what a run will read; bytes of it, none while that is not known."""
