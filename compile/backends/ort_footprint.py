@@ -52,7 +52,8 @@ def weight_footprint(
     """Bytes on the heap and in the mapping; a weight that one user copies and another maps counts twice. Of the nodes
     [start, end) in the model's order, where not all of them are asked for. `sizes`: the largest of each dimension.
 
-    The optimizer lays out filters first, one at a time; then kernels, one at a time, the other weights they copy.
+    The optimizer lays out filters first, one at a time; then kernels, one at a time, the other weights they copy. A
+    weight that is an output as it stands is read where it is.
     """
     found = _Weights()
     nodes = 0
@@ -68,6 +69,11 @@ def weight_footprint(
             _count(found, node, index, value.name or "", tensor.nbytes, copied.get(index))
             if index not in copied and index in _ROW_READERS.get(node.op_type, ()) and _first_axis(node):
                 _count_rows(found, node, value.name or "", tensor, sizes)
+    for value in model.graph.outputs if start == 0 else ():
+        tensor = constant(value)
+        if tensor is not None and tensor.nbytes >= INLINE_BYTES:
+            found.mapped[value.name or ""] = _up(tensor.nbytes, PAGE_BYTES)
+            found.whole.add(value.name or "")
     return _summary(found, nodes, indexes)
 
 

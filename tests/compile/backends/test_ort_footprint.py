@@ -130,3 +130,13 @@ def test_a_table_that_is_also_a_matrix_is_touched_while_it_is_loaded(tmp_path: P
     found = weight_footprint(load_model(segment), {})
     assert found.heap == found.mapped == found.touched == 96 * 64 * 4
     assert found.transit_file == 0
+
+
+def test_a_weight_that_is_an_output_counts_where_it_is(tmp_path: Path) -> None:
+    """Beside its copy, where a kernel makes one."""
+    outputs = [value("y", [1, 64]), value("w", [64, 64])]
+    weights, nodes = [init("w", normal(64, 64))], [node("MatMul", ["x", "w"], ["y"])]
+    for given, mapped in ((outputs, 64 * 64 * 4), (outputs[:1], 0)):
+        path = save(tmp_path, model(nodes, [value("x", [1, 64])], given, weights))
+        found = weight_footprint(load_model(path), {})
+        assert (found.heap, found.mapped) == (64 * 64 * 4, mapped)
