@@ -281,7 +281,9 @@ def warm_up(engine: Engine, folder: Path, manifest: Manifest, slab: Slab) -> Non
         region = slab.input(0, index)
         expected = _dense_nbytes(spec, samples[spec.name].shape)
         if size > region.nbytes or expected not in (None, size):
-            raise BundleError(f"the sample of input {spec.name!r} has {human(size)}, which does not fit its shape")
+            raise BundleError(
+                f"the bundle's own sample does not run: input {spec.name!r} has {human(size)}, which its shape does not"
+            )
         with path.open("rb") as file:
             file.readinto(region[:size].data)
         shapes.append(samples[spec.name].shape)

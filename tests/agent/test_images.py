@@ -156,14 +156,14 @@ def test_a_damaged_tensor_of_an_image_is_400(agent: Agent) -> None:
 
 def test_boxes_in_pixels_of_the_image(tmp_path: Path) -> None:
     # 128 x 64 pixels, of which the model sees 64 x 32 in the middle of 64 x 64. A square of 16 x 16 is one cell of
-    # stride 8 there: column 2 and row 3, centre (19.5, 27.5); its box spans 1 stride before and 2 after.
+    # stride 8 there: column 2 and row 3, centre (20, 28); its box spans 1 stride before and 2 after.
     image = plain(128, 64, (0, 0, 0))
     image[16:32, 32:48] = BLUE
     with serving(detector(tmp_path / "boxes.tfb"), tmp_path / "log") as agent:
         answer = ask(agent, png(image), path="/v2/models/boxes/image")
         assert ask(agent, png(plain(9, 9, (0, 0, 0))), path="/v2/models/boxes/image")["boxes"] == []
     assert (answer["label"], answer["score"]) == (["blue"], pytest.approx([1.0]))
-    assert answer["boxes"] == [[23.0, 7.0, 71.0, 55.0]]
+    assert answer["boxes"] == [[24.0, 8.0, 72.0, 56.0]]
 
 
 def test_health_is_answered_while_a_large_image_is_decoded(agent: Agent) -> None:
