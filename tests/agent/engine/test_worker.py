@@ -168,7 +168,7 @@ def test_the_sample_must_fit_its_shape(tmp_path: Path) -> None:
     engine, slab = engine_of(folder)
     warm_up(engine, folder, read_manifest(folder), slab)
     (folder / "sample" / "1.bin").write_bytes(bytes(36))
-    with pytest.raises(BundleError, match="the sample of input 'b' has 36 B, which does not fit its shape"):
+    with pytest.raises(BundleError, match="does not run: that of input 'b' has 36 B, which does not fit its shape"):
         warm_up(engine, folder, read_manifest(folder), slab)
 
 
