@@ -282,8 +282,8 @@ def warm_up(engine: Engine, folder: Path, manifest: Manifest, slab: Slab) -> Non
         expected = _dense_nbytes(spec, samples[spec.name].shape)
         if size > region.nbytes or expected not in (None, size):
             raise BundleError(
-                f"the bundle's own sample does not run: that of input {spec.name!r} has {human(size)}, which does not fit "
-                "its shape"
+                f"the bundle's own sample does not run: that of input {spec.name!r} has {human(size)}, "
+                "which does not fit its shape"
             )
         with path.open("rb") as file:
             file.readinto(region[:size].data)
