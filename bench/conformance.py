@@ -39,7 +39,8 @@ from bench.machine import describe_machine, measured_on
 from bench.models import cache_folder, fetch_wheel
 from bench.workers import Enough, UntilPlan, Worker, one_line, requests, spread
 from compile.backends.base import backend
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.quantize.schemes import SCHEMES
 from targets.board import load_board
 from targets.errors import TightfitError

@@ -42,7 +42,8 @@ from bench.machine import describe_machine, measured_on
 from bench.mutate_onnx import WEIGHTS, Case, Made, Seed, make, make_seeds, parsed, whole_case
 from bench.workers import KEPT, Enough, UntilPlan, Worker, one_line, requests, spread
 from compile.backends import ort_session
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.processes import forget_peak, status_of
 from compile.quantize.schemes import SCHEMES
 from compile.shapes import ShapeRequest

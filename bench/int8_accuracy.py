@@ -31,7 +31,8 @@ from bench.bundle_runner import BundleRunner, Run, runner_of, session_of
 from bench.int8_tasks import Array, Feed, Metric, Task, blazeface, mean, nanodet, recogniser, sections, voice_activity
 from bench.machine import describe_machine, measured_on, threads
 from compile.calibrate.collectors import DEFAULT_METHOD, METHODS
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.shapes import parse_shape
 from targets.board import load_board
 from targets.errors import TightfitError

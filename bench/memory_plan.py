@@ -23,7 +23,8 @@ import msgspec
 from bench.big_model import generate, shape_for
 from bench.machine import describe_machine, measured_on
 from bench.models import fetch
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.prove import FIXED_RUNS, PhaseProof, Proof, prove
 from compile.prove_report import proof_json, ratio
 from compile.shapes import parse_shape

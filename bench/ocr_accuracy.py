@@ -22,7 +22,8 @@ from bench.bundle_runner import Asker, BundleRunner, Run, bundle_bytes, runner_o
 from bench.machine import describe_machine, measured_on, threads
 from bench.models import fetch
 from bench.ocr_data import Line, character_error_rate, encoded, handwritten_digits, printed_lines
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.quantize.schemes import SCHEMES
 from compile.shapes import parse_shape
 from targets.board import load_board

@@ -28,7 +28,8 @@ import numpy as np
 from agent.memory import pss_by_kind
 from bench.big_model import generate, shape_for
 from bench.machine import describe_machine, measured_on
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.shapes import parse_shape
 from targets.board import load_board
 from targets.bundle import Manifest, Residency, read_manifest

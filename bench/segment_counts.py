@@ -40,7 +40,8 @@ from compile.errors import OptionError
 from compile.graph import load_model
 from compile.host import give_back
 from compile.limits import limited
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.serving import finalise_command, needs_finalise, serve_command, started
 from compile.shapes import ShapeRequest, bind_shapes, contract_inputs, parse_shape
 from compile.verify import Comparison

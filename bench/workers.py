@@ -8,7 +8,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from compile.pipeline import Progress
+from compile.progress import Progress
 
 CaseT = TypeVar("CaseT")
 ResultT = TypeVar("ResultT")

@@ -98,7 +98,8 @@ def compile_command(
     Interrupted at any moment, the same command goes on where it was and ends with the same bytes.
     """
     # Imported here so that --help and inspect answer at once.
-    from compile.pipeline import Options, compile_model  # noqa: PLC0415
+    from compile.options import Options  # noqa: PLC0415
+    from compile.pipeline import compile_model  # noqa: PLC0415
     from compile.progress import JsonProgress, TerminalProgress  # noqa: PLC0415
     from compile.report import print_report  # noqa: PLC0415
     from compile.shapes import parse_shape  # noqa: PLC0415

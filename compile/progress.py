@@ -1,4 +1,4 @@
-"""Progress for people: bars on a terminal, plain lines in a log."""
+"""What hears how far the compiler is; for people as bars on a terminal or plain lines in a log."""
 
 from __future__ import annotations
 
@@ -11,8 +11,20 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 
-from compile.pipeline import Progress
 from targets.tensor import human
+
+
+class Progress:
+    """Hears what the pipeline does; the default stays silent."""
+
+    def phase(self, name: str, total: int = 0) -> None:
+        """A phase begins; `total` is its size in bytes, 0 where that is not known."""
+
+    def advance(self, nbytes: int) -> None:
+        """So much of the phase is done."""
+
+    def warn(self, text: str) -> None:
+        """Something that the person should know."""
 
 
 class TerminalProgress(Progress):

@@ -19,8 +19,10 @@ import msgspec
 from compile.errors import OptionError
 from compile.graph import ir
 from compile.limits import Charged, Limit, limited
-from compile.pipeline import Options, Progress, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.processes import Mapped
+from compile.progress import Progress
 from compile.sampler import LOAD, RUN, Peak, Sampler
 from compile.serving import (
     Requests,

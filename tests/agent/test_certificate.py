@@ -19,7 +19,8 @@ from onnx import helper
 from agent.external_data import outside
 from agent.models import open_model
 from bench.big_model import Shape, generate
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.shapes import parse_shape
 from targets.board import MIB, Board, load_board
 from targets.budget import FINALISE, MemoryPlan, Phase, Term, budget_bytes

@@ -10,7 +10,8 @@ import pytest
 
 from bench.big_model import Shape, generate
 from bench.large_answers import ROWS, compare_answers, judge, questions, run_source
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.shapes import parse_shape
 from targets.board import load_board
 

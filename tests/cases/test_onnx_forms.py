@@ -18,7 +18,9 @@ from onnx import helper
 
 from compile import sizes
 from compile.graph import load_model, nodes_of
-from compile.pipeline import Options, Progress, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
+from compile.progress import Progress
 from compile.shapes import parse_shape
 from targets.board import load_board
 from targets.bundle import Manifest, verify_files

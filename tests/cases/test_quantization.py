@@ -19,7 +19,8 @@ from compile.calibrate.collectors import METHODS, Collector, Range, Unfit, colle
 from compile.calibrate.samples import iterate
 from compile.errors import DataError, ModelError
 from compile.graph import load_model
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.quantize.source import check_scales
 from targets.board import load_board
 from targets.bundle import read_manifest

@@ -11,7 +11,8 @@ import onnx
 import pytest
 
 from compile.__main__ import compile_command
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.shapes import parse_shape
 from targets.board import load_board
 from targets.bundle import read_manifest
@@ -106,7 +107,7 @@ def test_segments_are_calibrated_like_the_whole(
 ) -> None:
     """A model that fits the host is cut as one that does not would be."""
     whole = compile_model(transformer, load_board(ARM), tmp_path / "whole.tfb", STREAMED)
-    monkeypatch.setattr("compile.pipeline.segment_limit", lambda _: 1 << 20)
+    monkeypatch.setattr("compile.transform.segment_limit", lambda _: 1 << 20)
     parts = compile_model(transformer, load_board(ARM), tmp_path / "parts.tfb", STREAMED)
     assert len(whole.segments) == 1
     assert len(parts.segments) > 1

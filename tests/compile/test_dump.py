@@ -11,7 +11,8 @@ import pytest
 
 from compile.errors import OptionError
 from compile.forms import NORMALIZE
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from targets.board import load_board
 from tests.support.models import external, init, model, node, normal, save, value
 

@@ -23,7 +23,9 @@ from bench.big_model import Shape, generate
 from compile.__main__ import main
 from compile.graph import ir
 from compile.journal import JOURNAL, Journal, Record
-from compile.pipeline import Options, Progress, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
+from compile.progress import Progress
 from compile.shapes import parse_shape
 from compile.writer import PAGE, BundleWriter, TensorSink
 from targets.board import load_board
@@ -287,7 +289,9 @@ from pathlib import Path
 from compile import writer
 from compile.backends import ort
 from compile.backends.base import Trace
-from compile.pipeline import Options, Progress, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
+from compile.progress import Progress
 from compile.shapes import parse_shape
 from targets.board import load_board
 from targets.bundle import file_sha256

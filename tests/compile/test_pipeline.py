@@ -16,8 +16,9 @@ from bench.models import fetch
 from compile.__main__ import main
 from compile.errors import OptionError
 from compile.forms import NORMALIZE
+from compile.options import Options
 from compile.passes.fold import FoldConstants
-from compile.pipeline import Options, compile_model
+from compile.pipeline import compile_model
 from compile.shapes import parse_shape
 from targets.board import load_board
 from targets.budget import check_plan
@@ -32,7 +33,8 @@ COMPILE_ALL = """
 import sys
 from pathlib import Path
 from compile.backends import ort
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.shapes import parse_shape
 from targets.board import load_board
 source, out = map(Path, sys.argv[1:3])

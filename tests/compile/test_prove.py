@@ -18,8 +18,10 @@ from rich.console import Console
 from compile import prove as module
 from compile.errors import OptionError
 from compile.limits import DataLimit, Limit, limited
-from compile.pipeline import Options, Progress, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.processes import Mapped
+from compile.progress import Progress
 from compile.prove import PhaseProof, Run, Verdict, prove
 from compile.prove_report import print_proof, proof_json, ratio
 from compile.sampler import Peak

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from targets.board import load_board
 from targets.bundle import dumps, read_manifest, verify_files
 from targets.errors import TightfitError

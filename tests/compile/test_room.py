@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from bench.big_model import Shape, generate
-from compile import pipeline
 from compile.__main__ import main
 from compile.limits import limited
 from compile.processes import mapped_of, tree_of
@@ -49,7 +48,7 @@ def test_a_disk_that_fills_up_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = mlp(tmp_path, 2, 512, 512)
-    monkeypatch.setattr(pipeline, "_check_disk", lambda *_: None)
+    monkeypatch.setattr("compile.emit._check_disk", lambda *_: None)
     with small_disk(tmp_path / "disk", MIB) as disk:
         said = complaint(source, disk / "m.tfb", capsys, monkeypatch)
         assert said.endswith("No space left on device")

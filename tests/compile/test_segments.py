@@ -12,8 +12,9 @@ import onnx
 import onnxruntime
 import pytest
 
-from compile import pipeline, sizes
-from compile.pipeline import Options, compile_model
+from compile import sizes
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.shapes import parse_shape
 from targets.board import load_board
 from targets.bundle import Manifest, Residency, read_manifest, verify_files
@@ -109,7 +110,7 @@ EVERY_FORM: dict[str, Callable[[], onnx.ModelProto]] = {
 @pytest.mark.usefixtures("unobserved")
 def test_every_form_survives_every_cut(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of one byte: cut wherever a cut may be, and verified against the source as it is."""
-    monkeypatch.setattr(pipeline, "check_host_memory", lambda *_: None)
+    monkeypatch.setattr("compile.emit.check_host_memory", lambda *_: None)
     path = save(tmp_path, EVERY_FORM[form]())
     shapes = tuple(map(parse_shape, FORMS[form].shapes)) if form in FORMS else ()
     manifest = compile_model(path, BOARD, tmp_path / "m.tfb", Options(shapes=shapes, host_memory=2))

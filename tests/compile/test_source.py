@@ -13,7 +13,9 @@ import pytest
 
 from compile.errors import ModelError
 from compile.graph import load_model
-from compile.pipeline import Options, Progress, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
+from compile.progress import Progress
 from compile.shapes import parse_shape
 from compile.source import SourceStamp
 from targets.board import load_board

@@ -13,7 +13,8 @@ import pytest
 from bench.bundle_runner import Asker, runner_of, session_of
 from bench.models import fetch
 from bench.ocr_data import Line, character_error_rate, encoded, handwritten_digits, printed_lines
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.shapes import parse_shape
 from targets.board import load_board
 from targets.recipe import load_recipe

@@ -19,7 +19,8 @@ from agent.backends.base import ArenaOptions
 from agent.engine.channel import Done, Layout, Run, Slab
 from agent.engine.worker import Engine, _arena
 from agent.laid_out import STATE
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from compile.shapes import parse_shape
 from targets.board import load_board
 from targets.bundle import Residency

@@ -9,7 +9,8 @@ import onnx
 
 from compile.calibrate.control import control_inputs
 from compile.graph import load_model
-from compile.pipeline import Options, compile_model
+from compile.options import Options
+from compile.pipeline import compile_model
 from targets.board import load_board
 from tests.support.models import init, model, node, normal, save, value
 

@@ -17,8 +17,9 @@ from onnx import TensorProto
 
 from bench.bundle_runner import BundleRunner
 from compile.errors import OptionError
+from compile.options import Options
 from compile.partition.choose import Outcome, Wishes, choose_cuts
-from compile.pipeline import Options, compile_model
+from compile.pipeline import compile_model
 from targets.board import Board, load_board
 from targets.budget import budget_bytes, check_plan
 from targets.bundle import Manifest, Residency, verify_files

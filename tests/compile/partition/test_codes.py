@@ -13,12 +13,13 @@ import pytest
 from bench.bundle_runner import BundleRunner
 from compile.forms import NORMALIZE
 from compile.graph import ir
+from compile.options import Options
 from compile.partition.codes import Codes
 from compile.partition.graph import extract, order_of, positions, segments, static_sizes
 from compile.partition.tables import legal_ends
 from compile.passes.base import run_passes
 from compile.passes.quantizers import QuantizeAtOnce
-from compile.pipeline import Options, compile_model
+from compile.pipeline import compile_model
 from targets.board import load_board
 from tests.compile.partition.test_graph import cached, run, tied, unet
 from tests.support.agents import serving
