@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 
-from compile import pipeline, sizes
+from compile import sizes
 from compile.forms import NORMALIZE
 from compile.graph import load_model
 from compile.options import Options
@@ -102,7 +102,7 @@ def test_a_prompt_that_is_too_long_for_the_board_is_computed_by_slices_of_querie
     board = board_of(tmp_path, 8 * 300 // 512 + 1)
     options = Options(shapes=(parse_shape("x=1,1..512,64"),) if rows == "t" else (), slots=1)
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "choose_splits", lambda *_: Splits())
+        patch.setattr("compile.transform.choose_splits", lambda *_: Splits())
         with pytest.raises(
             BudgetError, match=r"makes a tensor of 8.0 MiB; on small|needs 1\d.\d MiB, but the budget is 5.0"
         ):
@@ -238,7 +238,7 @@ def test_every_piece_is_a_range_of_what_the_source_makes(tmp_path: Path) -> None
     source = decoder(tmp_path / "source", tied=False)
     options = Options("int8-weights", (parse_shape("ids=1,1..2"),), slots=1, host_memory=500 * MIB)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "segment_limit", lambda _: 256 * KIB)
+        patch.setattr("compile.transform.segment_limit", lambda _: 256 * KIB)
         manifest, _ = compiled(source, load_board("x86-64-dev"), tmp_path / "m.tfb", options)
     errors = manifest.verification.segments
     assert len(errors) == len(manifest.segments) >= 3
