@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from compile.quantize.schemes import SCHEMES
 from targets.board import load_board
 from targets.bundle import Residency, read_manifest, verify_files
 from targets.errors import TightfitError, did_you_mean
@@ -31,7 +32,9 @@ def compile_command(
     model: Annotated[Path, typer.Argument(help="ONNX file; external data beside it is mapped, not read into memory.")],
     target: Annotated[str, typer.Option(help="Board name (tightfit-targets list) or a board's .toml file.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Bundle to write, NAME.tfb.")],
-    scheme: Annotated[str, typer.Option(help="fp32, int8-static, int8-dynamic, int8-weights or int4.")] = "fp32",
+    scheme: Annotated[
+        str, typer.Option(help="; ".join(f"{each.name}: {each.summary}" for each in SCHEMES.values()))
+    ] = "fp32",
     block: Annotated[
         int | None, typer.Option(help="Weights that share a scale: 32, 64 or 128. int4: 32, int8-weights: 64.")
     ] = None,
