@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 
 from compile import picture
+from compile.partition.cuts import Cuts
 from compile.picture import Column
 from targets.arena import Arena
 from targets.board import Board
@@ -44,8 +45,9 @@ def page(
     verification: Verification,
     plan: MemoryPlan,
     warnings: Sequence[str],
+    cuts: Cuts | None = None,
 ) -> bytes:
-    """The page, UTF-8."""
+    """The page, UTF-8; `cuts` says how segments were chosen, None where one was enough."""
     columns = picture.columns(plan, [f"{step:02d}" for step in range(len(segments))])
     text = _ENVIRONMENT.get_template("page.html.j2").render(
         name=name,
@@ -57,6 +59,7 @@ def page(
         v=verification,
         plan=plan,
         warnings=warnings,
+        cuts=cuts,
         kinds=KINDS,
         columns=columns,
         worst=max(columns, key=lambda column: column.nbytes),

@@ -80,7 +80,9 @@ def compile_model(
         )
         writer.add(
             "report.html",
-            page(work.name, board, work.recorded, contract, segments, quantization, verification, plan, said),
+            page(
+                work.name, board, work.recorded, contract, segments, quantization, verification, plan, said, work.chosen
+            ),
         )
         manifest = sealed(
             Manifest(

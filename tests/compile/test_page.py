@@ -17,6 +17,7 @@ from rich.console import Console
 from compile import picture
 from compile.packing.place import place
 from compile.page import page
+from compile.partition.cuts import Cuts
 from compile.report import print_plan
 from targets.arena import Arena, Buffer, Placed
 from targets.board import MIB, load_board
@@ -148,6 +149,15 @@ def test_the_page_needs_no_network_and_runs_nothing_of_the_model() -> None:
     assert "script" not in {tag for tag, _ in found.tags}
     assert not re.search(r"( src=| href=|url\(|https?:)", text)
     assert any(tag == "meta" and "default-src 'none'" in (a.get("content") or "") for tag, a in found.tags)
+
+
+def test_how_the_segments_were_chosen_is_told() -> None:
+    cuts = Cuts((1, 2, 3, 4, 5), 2_000_000, (2, 5), 3_000_000, 1_500_000, exact=True)
+    options: dict[str, str] = {}
+    text = page("m", BOARD, options, CONTRACT, SEGMENTS, QUANTIZATION, VERIFICATION, PLAN, [], cuts).decode()
+    shown = re.sub(r"\s+", " ", elements(text).text)
+    assert "by the board's figures: 2 ms. Filling one segment after the other would cost 3 ms; no cuts" in shown
+    assert "less than 1.5 ms" in shown
 
 
 def test_equal_bundles_have_equal_pages() -> None:
