@@ -218,7 +218,7 @@ def report(figures: dict[str, Any]) -> str:
         "Made by `python -m bench.residency`.",
         "",
         "| scheme | segments | residency | load, s | anonymous | file | anonymous, most | file, most "
-        "| p50, 1 row, ms | p50, 16 rows, ms | opened a request, MiB | outputs |",
+        "| p50, 1 row, ms | p50, 16 rows, ms | streamed a request, MiB | outputs |",
         "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for case in figures["cases"]:
@@ -243,9 +243,8 @@ def report(figures: dict[str, Any]) -> str:
     ]
     lines += [
         "",
-        "Heap, mapped and unpacked are warm. A streamed segment leaves the page cache after its turn, so every request",
-        "reads the files again from the disk: source weights and laid-out ones, because the runtime lays every tensor",
-        "out once more to compare checksums. Unpacked float products add up in another order than laid-out ones.",
+        "Heap, mapped and unpacked are warm. The pages of a streamed segment leave memory after its turn, so every request",
+        "reads them from the disk again. Unpacked float products add up in another order than laid-out ones.",
         "",
         measured_on(figures["machine"]),
         "",
