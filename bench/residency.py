@@ -243,8 +243,8 @@ def report(figures: dict[str, Any]) -> str:
     ]
     lines += [
         "",
-        "Heap, mapped and unpacked are warm. The pages of a streamed segment leave memory after its turn, so every request",
-        "reads them from the disk again. Unpacked float products add up in another order than laid-out ones.",
+        "Heap, mapped and unpacked are warm. The pages of a streamed segment leave memory after its turn, so every",
+        "request reads them from the disk again. Unpacked float products add up in another order than laid-out ones.",
         "",
         measured_on(figures["machine"]),
         "",
