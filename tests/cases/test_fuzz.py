@@ -356,3 +356,10 @@ def test_what_says_nothing_is_passed_over(
     (tmp_path / "w.bin").write_bytes(normal(40).tobytes())
     done = tightfit(save(tmp_path, build()), "--target", BOARD, "-o", tmp_path / "m.tfb")
     assert done.code == 0, done.err
+
+
+def test_an_axis_beyond_the_rank_is_refused(tightfit: Run, tmp_path: Path) -> None:
+    """A Concat along axis 1 of what is declared to be a vector."""
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node("Concat", ["h", "v"], ["y"], axis=1)]
+    made = model(nodes, [value("x", [2, 8]), value("v", [3])], [value("y", [5])], [init("w", normal(8, 8))])
+    refused(tightfit, tmp_path, "axis must be in", save(tmp_path, made), "--target", BOARD)

@@ -210,8 +210,10 @@ def parts_of(join: ir.Node) -> Iterator[tuple[ir.Value, int, int, int]]:
     axis, start = join.attributes["axis"].as_int(), 0
     found: list[tuple[ir.Value, int, int, int]] = []
     for value in join.inputs:
-        size = value.shape[axis] if value is not None and value.shape is not None else None
-        if value is None or not isinstance(size, int):
+        if value is None or value.shape is None or not -len(value.shape) <= axis < len(value.shape):
+            return
+        size = value.shape[axis]
+        if not isinstance(size, int):
             return
         found.append((value, axis, start, start + size))
         start += size
