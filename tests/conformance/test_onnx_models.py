@@ -12,6 +12,7 @@ SERVED_LATER = "inputs and outputs of a bundle are dense tensors"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_every_27th_model_compiles_under_every_scheme_and_gives_what_is_expected() -> None:
     cases = conformance_models()
     assert len(cases) == 1905
