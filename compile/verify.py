@@ -235,4 +235,9 @@ def _unlike_the_source(link: Link) -> Iterator[None]:
 def _output(made: dict[str, npt.NDArray[Any]], name: str) -> npt.NDArray[Any]:
     if name not in made:
         raise VerificationError(f"output {name!r} is missing after compiling")
+    if isinstance(made[name], (list, dict)):
+        raise VerificationError(
+            f"output {name!r} is not a tensor but a {type(made[name]).__name__} of them",
+            "inputs and outputs of a bundle are dense tensors",
+        )
     return np.asarray(made[name])

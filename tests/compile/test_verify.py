@@ -158,3 +158,10 @@ def test_rows_that_depend_on_each_other(tmp_path: Path, kind: str, count: int) -
     function, words = TOGETHER[kind]
     with pytest.raises(VerificationError, match=f"output 'y' .*{words}"):
         rows(tmp_path, function, count)
+
+
+def test_an_output_that_is_a_sequence_is_named(tmp_path: Path) -> None:
+    """Also one of ragged tensors, of which no array can be made."""
+    ragged = Fixed(y=[np.ones(4), np.ones(2)])  # type: ignore[arg-type]
+    with pytest.raises(VerificationError, match=r"output 'y' is not a tensor but a list of them"):
+        compare(tmp_path, ragged, ragged, [{}], None)
