@@ -12,13 +12,14 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from compile.backends.base import Model
 from compile.backends.ort import load_mapped
 from compile.forms import SOURCE_FORM, link_limit
 from compile.graph import load_model
@@ -161,16 +162,34 @@ def run_source(source: Path, asked: Sequence[Array], host_memory: int) -> list[A
     (output,) = form.graph.outputs
     limit = link_limit(segment_limit(host_memory), holds_half(form))
     parts = segments(form, cut(positions(form, static_sizes(largest)), limit))
-    for at, part in enumerate(parts):
-        link = load_mapped(extract(form, part), source.parent)
-        read_later = {each for later in parts[at + 1 :] for each in later.inputs} | {output.name}
-        for known in values:
-            known.update(link.run({each: known[each] for each in part.inputs}))
-            for each in known.keys() - read_later:
-                del known[each]
-        del link
-        give_back()
+    run_in_turn(parts, lambda part: load_mapped(extract(form, part), source.parent), values, {output.name or ""})
     return [known[output.name or ""] for known in values]
+
+
+class Takes(Protocol):
+    """A part of a model that says which values it reads."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+
+
+Part = TypeVar("Part", bound=Takes)
+
+
+def run_in_turn(
+    parts: Sequence[Part], load: Callable[[Part], Model], values: Sequence[dict[str, Array]], wanted: Collection[str]
+) -> None:
+    """Run one part after the other, each in memory for its turn only, on every set of values, in place; what neither a
+    later part reads nor anybody wanted is forgotten."""
+    for at, part in enumerate(parts):
+        loaded = load(part)
+        read_later = {*wanted, *(name for later in parts[at + 1 :] for name in later.inputs)}
+        for known in values:
+            known.update(loaded.run({name: known[name] for name in part.inputs}))
+            for name in known.keys() - read_later:
+                del known[name]
+        del loaded
+        give_back()
 
 
 def main() -> None:

@@ -31,8 +31,10 @@ from typing import Any
 import numpy as np
 
 from bench.big_model import generate, shape_for
+from bench.large_answers import run_in_turn
 from bench.machine import describe_machine, measured_on
 from bench.models import fetch
+from compile.backends.base import Model
 from compile.backends.ort import load_mapped
 from compile.calibrate.samples import Sample
 from compile.calibrate.synthetic import corners, random_samples
@@ -46,7 +48,7 @@ from compile.serving import finalise_command, needs_finalise, serve_command, sta
 from compile.shapes import ShapeRequest, bind_shapes, contract_inputs, parse_shape
 from compile.verify import Comparison
 from targets.board import load_board
-from targets.bundle import Manifest
+from targets.bundle import Manifest, Segment
 from targets.errors import TightfitError
 from targets.tensor import Contract, human, parse_size
 
@@ -120,16 +122,12 @@ def bare(bundle: Path, manifest: Manifest, samples: Sequence[Sample]) -> list[Sa
     """All outputs for each sample, one segment in memory at a time, nothing laid out anew and nothing fused."""
     values = [dict(sample) for sample in samples]
     wanted = {spec.name for spec in manifest.contract.outputs}
-    for step, segment in enumerate(manifest.segments):
+
+    def load(segment: Segment) -> Model:
         path = bundle / segment.file
-        session = load_mapped(load_model(path), path.parent)
-        read_later = wanted.union(*(later.inputs for later in manifest.segments[step + 1 :]))
-        for known in values:
-            known.update(session.run({name: known[name] for name in segment.inputs}))
-            for name in known.keys() - read_later:
-                del known[name]
-        del session
-        give_back()
+        return load_mapped(load_model(path), path.parent)
+
+    run_in_turn(manifest.segments, load, values, wanted)
     return [{name: known[name] for name in wanted} for known in values]
 
 
