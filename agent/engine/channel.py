@@ -3,8 +3,8 @@
 Theory of operation: the slab is `slots` equal slots, and a slot has one fixed place for every input and output of
 the contract. The gateway writes inputs and says Pass(runs), each with its slot; the engine writes outputs and answers
 every run. Who may touch a slot follows from the lease alone: the gateway before Pass and after the answer, the engine
-in between. Messages carry
-numbers only and are bounded; the socket keeps their boundaries (SOCK_SEQPACKET), so there is no framing to get wrong.
+in between. Messages carry numbers only and are bounded; the socket keeps their boundaries (SOCK_SEQPACKET), so there is
+no framing to get wrong.
 """
 
 from __future__ import annotations

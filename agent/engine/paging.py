@@ -2,7 +2,7 @@
 
 A cycle through more weights than memory holds makes the kernel evict each page shortly before it is needed again
 (least recently used, which then always misses), so what comes and goes is said to it: `fetch` reads a part ahead,
-`drop` lets it go, and `hold` keeps what is to stay. The mappings are the runtime's own, found in /proc/self/smaps
+`drop` lets it go, and `Held` keeps what is to stay. The mappings are the runtime's own, found in /proc/self/smaps
 (proc(5)); they are private and never written, so a page that was let go comes back from the file.
 """
 

@@ -66,13 +66,14 @@ class Sessions:
             self._sessions.append(backend.load_session(source.graph, source.options))
             if source.weights is None:
                 continue
-            # Loading reads more than a run does, the weights as they were before they were laid out. What stays mapped
-            # is not touched by this.
-            paging.drop(source.weights, ())
             if step in self._streamed or step in mixed:
                 # Those that stay come back with the first run: loading the others takes memory too.
                 self._pages[step] = _Pages(source.weights)
                 self._pages[step].drop()
+            else:
+                # Loading reads more than a run does, the weights as they were before they were laid out. What stays
+                # mapped is not touched by this.
+                paging.drop(source.weights, ())
         self._ahead: tuple[int, Future[None]] | None = None
         self._thread = ThreadPoolExecutor(1, "pages")
         self.streamed_bytes = 0
