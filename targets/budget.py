@@ -47,14 +47,30 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(term.nbytes for term in self.terms if term.name == name)
 
 
+RING = "ring"
+"""Term of the run phase where segments are streamed: the two places that their weights have by turns."""
+
 WAITING = "waiting"
 """Term of the run phase where segments are streamed: what the requests of a pass hold from one segment to the next."""
+
+
+BATCH = "batch"
+"""Term of the run phase where requests can be put together: their inputs, one after the other, once."""
+
+
+ANSWERS = "answers"
+"""Term of the run phase where long sequences are split: what their windows are put together to."""
+
+
+TOKENIZER = "tokenizer"
+"""Term of loading and of running where text is generated: the tokenizer in the gateway."""
 
 
 class Sweep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a pass over all segments brings in from storage, when not all weights stay in memory.
 
     `streamed` are positions of segments, in order; the others stay. `segment_bytes` is what a run reads of each.
+    Streamed segments have two places in memory by turns; `pass_bytes` is what is read of those that share one.
     `lru_bytes` and `belady_bytes` are what a pass would bring in if the same memory were a page cache that keeps what
     was used last, or what will be used next (no policy reads less).
     """
@@ -154,23 +170,22 @@ def _check_phases(plan: MemoryPlan) -> None:
 
 
 def _check_sweep(sweep: Sweep, run: Phase, budget: int) -> None:
-    """The pages of a pass: those that stay, and of the others two neighbours at a time, must have been counted."""
+    """What a pass needs must have been counted: all that stays, and for the others two places."""
     sizes = sweep.segment_bytes
     if not sweep.streamed or list(sweep.streamed) != sorted(set(sweep.streamed) & set(range(len(sizes)))):
         raise BudgetError(f"the sweep streams segments {list(sweep.streamed)} of {len(sizes)}")
     if min(sizes) < 0:
         raise BudgetError("a segment of the sweep has less than no bytes")
-    if sweep.pass_bytes != sum(sizes[step] for step in sweep.streamed):
-        raise BudgetError(f"the sweep's segments do not add up to {human(sweep.pass_bytes)} a pass")
-    staying = sum(sizes) - sweep.pass_bytes
     circle = [sizes[step] for step in sweep.streamed]
-    together = max(a + b for a, b in zip(circle, circle[1:] + circle[:1])) if len(circle) > 1 else circle[0]  # noqa: B905
-    mapped = run.term("mapped_weights")
-    if mapped is None or mapped.nbytes < staying + together:
-        raise BudgetError(
-            f"the plan counts {human(mapped.nbytes if mapped else 0)} of mapped weights, "
-            f"but {human(staying + together)} are in memory at a time"
-        )
-    room = budget - (run.total_bytes - mapped.nbytes)
+    places = [circle[start::2] for start in (0, 1) if circle[start::2]]
+    if sweep.pass_bytes != sum(sum(place) for place in places if len(place) > 1):
+        raise BudgetError(f"the sweep's segments do not add up to {human(sweep.pass_bytes)} a pass")
+    for term, needed in (("mapped_weights", sum(sizes) - sum(circle)), (RING, sum(max(place) for place in places))):
+        if run.term(term) is None or run.nbytes(term) < needed:
+            raise BudgetError(
+                f"the plan counts {human(run.nbytes(term))} for {term!r}, but {human(needed)} are in memory at a time",
+                "compile the bundle again",
+            )
+    room = budget - (run.total_bytes - run.nbytes("mapped_weights") - run.nbytes(RING))
     if (sweep.lru_bytes, sweep.belady_bytes) != (sum(sizes) if sum(sizes) > room else 0, max(sum(sizes) - room, 0)):
         raise BudgetError("the sweep's figures for other ways to cache are not those of its segments")

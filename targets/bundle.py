@@ -5,7 +5,7 @@ NAME.tfb/
   segments/*.onnx  graphs; their weights are external data in
   segments/*.bin   raw little-endian tensors, page-aligned
   sample/*.bin     one valid input per tensor, for warm-up
-  assets/*         files the application needs beside the model (labels)
+  assets/*         files the application needs beside the model (labels, a tokenizer)
   report.json      for scripts: errors per output, operators quantized and left, memory by phase
   report.html      for people: the same on one page, with the plan drawn
 """
@@ -20,9 +20,11 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from targets.budget import MemoryPlan
 from targets.errors import BundleError
+from targets.generation import Generation
 from targets.recipe import Recipe
 from targets.tensor import Contract, human
 
@@ -139,6 +141,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a bundle promises. The agent trusts nothing of it before `read_bundle` has checked the files.
 
     `recipe` says how an encoded image becomes the input and the outputs an answer; None: tensors only.
+    `generation` says how text becomes tokens and the other way round.
     """
 
     schema: int
@@ -157,6 +160,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tools: dict[str, str]
     files: tuple[FileEntry, ...]
     recipe: Recipe | None = None
+    generation: Generation | UnsetType = UNSET
     seal: str = ""
     """`digest` as it was when the manifest was made: see `sealed`."""
 
@@ -175,8 +179,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def version(self) -> str:
-        """Short form of the digest: the model version that clients see."""
-        return self.digest[:12]
+        """The model version that clients see."""
+        return version_of(self.digest)
+
+
+def version_of(digest: str) -> str:
+    """Short form of a digest: its first 48 bits as a number, since clients of Triton's take a version for one."""
+    return str(int(digest[:12], 16))
 
 
 def sealed(manifest: Manifest) -> Manifest:

@@ -11,8 +11,11 @@ from decimal import Decimal
 from itertools import pairwise
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from targets.errors import ContractError, TightfitError, did_you_mean
+from targets.states import State, Sum
+from targets.windows import Split
 
 
 class DType(str, enum.Enum):
@@ -178,17 +181,32 @@ class DimRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.buckets[bisect_left(self.buckets, size)]
 
 
+class Padding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Inputs may be filled up with zeros along dimension `dim`, at its end and up to its bucket: what they give is then
+    the same, followed by what padding gives along axis `axes[i]` of output i; None where an output has no such axis."""
+
+    dim: str
+    axes: tuple[int | None, ...]
+
+
 class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a bundle promises to take and to give. Input dimensions are numbers or names found in `dims`.
 
     `batch`: the dimension along which requests can be put together and answers be taken apart, axis 0 of every input
-    and output: each row is computed as if it were alone. None where there is none.
+    and output: each row is computed as if it were alone. None where there is none. `split`: the dimension of which more
+    than its range allows is taken, and run in windows. `pad`: the dimension along which requests of one batch need not
+    be equally long. `states`: what one run leaves to the next of the same session. `sums`: dimensions that follow from
+    others.
     """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     dims: dict[str, DimRange]
     batch: str | None = None
+    split: Split | UnsetType = UNSET
+    pad: Padding | UnsetType = UNSET
+    states: tuple[State, ...] | UnsetType = UNSET
+    sums: tuple[Sum, ...] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         for kind, specs in (("input", self.inputs), ("output", self.outputs)):
@@ -200,9 +218,172 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if unknown:
                 raise ValueError(f"input {spec.name!r}: no range for dimension {unknown[0]!r}")
         if self.batch is not None:
+            if self.batch not in self.dims:
+                raise ValueError(f"no range for the batch {self.batch!r}")
             for spec in (*self.inputs, *self.outputs):
                 if [axis for axis, dim in enumerate(spec.shape) if dim == self.batch] != [0]:
                     raise ValueError(f"the batch {self.batch!r} must be axis 0, and no other, of {spec.describe()}")
+
+        if self.split is not UNSET:
+            self._check_split(self.split)
+        if self.pad is not UNSET:
+            self._check_padding(self.pad)
+        if self.states is not UNSET:
+            self._check_states(self.states)
+        self._check_sums()
+
+    def _check_sums(self) -> None:
+        used = {dim for spec in self.inputs for dim in spec.shape if isinstance(dim, str)}
+        for each in self.sums or ():
+            if not each.of or not used.issuperset(dim for dim in (each.dim, *each.of) if isinstance(dim, str)):
+                raise ValueError(f"{each.dim!r} is no sum of dimensions that inputs have: {each.of}")
+
+    def _check_states(self, states: tuple[State, ...]) -> None:
+        inputs = {spec.name: spec for spec in self.inputs}
+        outputs = {spec.name: spec for spec in self.outputs}
+        if not states or self.batch is not None or self.split is not UNSET:
+            raise ValueError("state is that of one request: there is no batch, and nothing is split")
+        if len({each.input for each in states}) + len({each.output for each in states}) != 2 * len(states):
+            raise ValueError("a tensor is part of two pairs of state")
+        for each in states:
+            into, of = inputs.get(each.input), outputs.get(each.output)
+            if into is None or of is None or into.dtype is not of.dtype or into.dtype is DType.STRING:
+                raise ValueError(f"{each.input!r} and {each.output!r} are not input and output of one type")
+            dim = into.shape[each.axis] if each.axis is not None and each.axis < len(into.shape) else None
+            if each.axis is not None and not (isinstance(dim, str) and self.dims[dim].min == 0):
+                raise ValueError(f"state {into.describe()} cannot grow from nothing along axis {each.axis}")
+            if any(isinstance(dim, str) for axis, dim in enumerate(into.shape) if axis != each.axis):
+                raise ValueError(f"state {into.describe()} can have more than one shape")
+
+    def _check_padding(self, pad: Padding) -> None:
+        if pad.dim not in self.dims or self.batch is None or pad.dim == self.batch:
+            raise ValueError(f"{pad.dim!r} cannot be padded: it is no dimension beside the batch")
+        if len(pad.axes) != len(self.outputs):
+            raise ValueError(f"padding along {pad.dim!r} says of {len(pad.axes)} outputs what comes of it")
+        self._check_along(pad.dim, "padded")
+        for spec, axis in zip(self.outputs, pad.axes, strict=True):
+            if axis is not None and not 0 < axis < len(spec.shape):
+                raise ValueError(f"{spec.describe()} has no axis {axis} beside the batch")
+
+    def _check_along(self, dim: str, done: str) -> None:
+        """Inputs have the dimension once at the most, and elements that can be taken apart."""
+        for spec in self.inputs:
+            if spec.shape.count(dim) > 1 or (dim in spec.shape and spec.dtype is DType.STRING):
+                raise ValueError(f"{spec.describe()} cannot be {done} along {dim!r}")
+
+    def _check_split(self, split: Split) -> None:
+        if split.dim not in self.dims or self.dims[split.dim].max != split.window or split.dim == self.batch:
+            raise ValueError(f"windows of {split.window} are not the largest size of a dimension {split.dim!r}")
+        if len(split.joins) != len(self.outputs):
+            raise ValueError(f"windows of {len(self.outputs)} outputs are joined in {len(split.joins)} ways")
+        self._check_along(split.dim, "cut")
+        for spec, join in zip(self.outputs, split.joins, strict=True):
+            if spec.dtype is DType.STRING or (join.axis is not None and join.axis >= len(spec.shape)):
+                raise ValueError(f"{spec.describe()} cannot be joined along axis {join.axis}")
+
+    @property
+    def whole(self) -> Contract:
+        """What clients may send and get: where sequences are split, ranges and bytes go up to the longest."""
+        if self.split is UNSET:
+            return self
+        split, sizes = self.split, self.dims[self.split.dim]
+        return Contract(
+            tuple(
+                _longer(spec, split.longest, split.window) if split.dim in spec.shape else spec for spec in self.inputs
+            ),
+            tuple(
+                spec
+                if join.axis is None
+                else _longer(spec, -(-split.longest * join.made // join.of), split.window * join.made // join.of)
+                for spec, join in zip(self.outputs, split.joins, strict=True)
+            ),
+            {**self.dims, split.dim: DimRange(sizes.min, sizes.opt, split.longest)},
+            self.batch,
+        )
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes of the place of every input, and of every output, in a slot.
+
+        Those of a pair of state swap roles from one run to the next, so both are as large as the larger.
+        """
+        inputs = {spec.name: spec.max_nbytes for spec in self.inputs}
+        outputs = {spec.name: spec.max_nbytes for spec in self.outputs}
+        for each in self.states or ():
+            inputs[each.input] = outputs[each.output] = max(inputs[each.input], outputs[each.output])
+        return tuple(inputs.values()), tuple(outputs.values())
+
+    @property
+    def pairs(self) -> dict[int, int]:
+        """Index of every input that is state -> index of the output that it was."""
+        inputs = {spec.name: index for index, spec in enumerate(self.inputs)}
+        outputs = {spec.name: index for index, spec in enumerate(self.outputs)}
+        return {inputs[each.input]: outputs[each.output] for each in self.states or ()}
+
+    @property
+    def without_state(self) -> Contract:
+        """What a client sends and gets whose state is kept for it."""
+        past = {each.input for each in self.states or ()}
+        left = {each.output for each in self.states or ()}
+        return Contract(
+            tuple(spec for spec in self.inputs if spec.name not in past),
+            tuple(spec for spec in self.outputs if spec.name not in left),
+            self.dims,
+        )
+
+    @property
+    def answer_bytes(self) -> int:
+        """What one answer takes that is put together of windows: the longest outputs, and of a mean its sum and what is
+        added to it, both of 64 bits. 0 where nothing is split."""
+        if self.split is UNSET:
+            return 0
+        return sum(
+            spec.max_nbytes if join.axis is not None else spec.max_nbytes * 128 // spec.dtype.bits
+            for spec, join in zip(self.whole.outputs, self.split.joins, strict=True)
+        )
+
+    @property
+    def batch_rows(self) -> int:
+        """The most rows that requests put together may have; 0 where they cannot be: there is no batch dimension, or
+        inputs or outputs are strings, of which nobody knows before where a row ends."""
+        if self.batch is None or any(spec.dtype is DType.STRING for spec in (*self.inputs, *self.outputs)):
+            return 0
+        return self.dims[self.batch].max
+
+    def size_of(self, dim: str, shapes: Sequence[Sequence[int]]) -> int:
+        """The size of a named dimension where the inputs have these shapes: what `check_inputs` found them to agree on.
+
+        Raises KeyError for a dimension that no input has.
+        """
+        for spec, shape in zip(self.inputs, shapes, strict=True):
+            if dim in spec.shape:
+                return shape[spec.shape.index(dim)]
+        raise KeyError(dim)
+
+    def alike(self, shapes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """Requests of which this is equal may be put together: the shapes of all inputs apart from axis 0, where they
+        can be padded with the bucket in the place of the size. Only of a contract with a batch, and shapes of its own.
+
+        With state none may; then those that take about as long are alike: what is new is equally much.
+        """
+        if self.states is not UNSET:
+            grown = {each.dim for each in self.sums or ()}
+            past = {each.input for each in self.states}
+            return tuple(
+                tuple(shape)
+                for spec, shape in zip(self.inputs, shapes, strict=True)
+                if spec.name not in past and grown.isdisjoint(spec.shape)
+            )
+        if self.pad is UNSET:
+            return tuple(tuple(shape[1:]) for shape in shapes)
+        dim = self.pad.dim
+        return tuple(
+            tuple(
+                self.dims[dim].bucket(size) if named == dim else size
+                for named, size in zip(spec.shape[1:], shape[1:], strict=True)
+            )
+            for spec, shape in zip(self.inputs, shapes, strict=True)
+        )
 
     def input(self, name: str) -> TensorSpec:
         """The input of that name, or ContractError naming those there are."""
@@ -237,6 +418,13 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                         "they must be equal",
                     )
                 owner.setdefault(dim, spec.name)
+        for each in self.sums or ():
+            wanted_size = sum(dim if isinstance(dim, int) else sizes[dim] for dim in each.of)
+            if sizes[each.dim] != wanted_size:
+                raise ContractError(
+                    f"dimension {each.dim!r} of input {owner[each.dim]!r} is {sizes[each.dim]}, not {wanted_size}",
+                    f"it is {' + '.join(map(str, each.of))}",
+                )
         return sizes
 
     def bucket(self, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -269,6 +457,11 @@ class Contract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"input {spec.name!r} has size {size} on axis {axis}",
                     f"the bundle was compiled for {allowed} there ({spec.describe()})",
                 )
+
+
+def _longer(spec: TensorSpec, size: int, of: int) -> TensorSpec:
+    """The spec with as many bytes as for `size` positions, where it has what `of` of them need."""
+    return msgspec.structs.replace(spec, max_nbytes=-(-spec.max_nbytes * size // of))
 
 
 def nbytes(dtype: DType, shape: Sequence[int]) -> int:

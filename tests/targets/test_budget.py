@@ -123,10 +123,11 @@ def test_terms_are_checked_when_made() -> None:
 def test_requests_that_share_a_pass_must_have_been_counted() -> None:
     mapped = Term("mapped_weights", "file", 30)
     waiting = Term("waiting", "anonymous", 0)
-    two, one = Sweep((0, 1), (10, 20), 30, 0, 0), Sweep((0,), (30,), 30, 0, 0)
+    ring = Term("ring", "shared", 30)
+    two, one = Sweep((0, 1), (10, 20), 0, 0, 0), Sweep((0,), (30,), 0, 0, 0)
 
     def judge(sweep: Sweep, slots: int, *terms: Term) -> None:
-        check_plan(msgspec.structs.replace(plan(run=(mapped, *terms)), sweep=sweep, slots=slots), 1000)
+        check_plan(msgspec.structs.replace(plan(run=(mapped, ring, *terms)), sweep=sweep, slots=slots), 1000)
 
     with pytest.raises(BudgetError, match="phase run: the plan says nothing of 'waiting', though 2 requests share"):
         judge(two, 2)

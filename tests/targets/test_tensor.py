@@ -220,6 +220,19 @@ def test_the_batch_is_axis_0_of_everything(side: str, shape: tuple[int | str, ..
         Contract((good, bad) if side == "input" else (good,), (good, bad) if side == "output" else (good,), dims, "n")
 
 
+def test_the_batch_needs_a_range() -> None:
+    with pytest.raises(ValueError, match="no range for the batch 'n'"):
+        Contract((), (TensorSpec("y", DType.INT8, ("n",), 4),), {}, "n")
+
+
+def test_rows_of_strings_are_not_put_together() -> None:
+    words, codes = TensorSpec("w", DType.STRING, ("n",), 16), TensorSpec("c", DType.INT8, ("n",), 4)
+    dims = {"n": DimRange(1, 4, 4)}
+    assert Contract((codes,), (codes,), dims, "n").batch_rows == 4
+    assert Contract((codes,), (codes,), dims).batch_rows == 0
+    assert Contract((words,), (codes,), dims, "n").batch_rows == Contract((codes,), (words,), dims, "n").batch_rows == 0
+
+
 def test_specs_and_contracts_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(ValueError, match="needs a name"):
         TensorSpec("", DType.INT8, (1,), 1)
