@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, cast
@@ -52,6 +54,33 @@ def compile_command(
     batch_axis: Annotated[
         str, typer.Option(help="Dimension along which requests can be put together; by default it is found.")
     ] = "",
+    pad: Annotated[
+        str,
+        typer.Option(
+            help="Dimension along which requests of one bucket may differ and run together, the shorter filled up with "
+            "zeros: masked, so that it makes no difference, which is tried on the source model."
+        ),
+    ] = "",
+    split: Annotated[
+        str,
+        typer.Option(
+            help="DIMENSION=LONGEST/OVERLAP: sequences of up to LONGEST are run in windows of the range's largest "
+            "size, of which neighbours share OVERLAP. What that changes is measured on the source model."
+        ),
+    ] = "",
+    state: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="INPUT=OUTPUT: what OUTPUT gives is INPUT of the next run. Pairs that are named as exporters do "
+            "(past_key_values.0.key and present.0.key) are found; where the past grows its --shape is 0..LONGEST."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            help="tokenizer.json of a language model, generation_config.json beside it: the agent then generates text."
+        ),
+    ] = None,
     calib: Annotated[
         Path | None,
         typer.Option(help="Samples to calibrate and verify on: .npz, .npy, .bin, .raw, .jsonl, images, or a folder."),
@@ -63,7 +92,9 @@ def compile_command(
     samples: Annotated[int, typer.Option(min=1, help="At most so many samples to verify on.")] = 8,
     name: Annotated[str, typer.Option(help="Model name that clients use; by default the file's.")] = "",
     asset: Annotated[list[Path] | None, typer.Option(help="File to carry in the bundle (labels, alphabet).")] = None,
-    slots: Annotated[int, typer.Option(min=1, max=256, help="Requests that can be in memory at once.")] = 2,
+    slots: Annotated[
+        str, typer.Option(help="Requests in memory at once, 1 to 256; auto: up to 32, as the board has room.")
+    ] = "auto",
     max_error: Annotated[float | None, typer.Option(help="Fail when an output's relative L2 exceeds this.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing bundle of that name.")] = False,
     host_memory: Annotated[
@@ -96,6 +127,9 @@ def compile_command(
 
       tightfit-compile llm.onnx --target raspberry-pi-5-4gb --scheme int4 --calib prompts.npz -o llm.tfb
 
+      tightfit-compile llm.onnx --target raspberry-pi-5-4gb --tokenizer tokenizer.json \
+        --shape input_ids=1,1..16 --shape 'past_key_values.*=1,3,0..512,64' -o llm.tfb
+
       tightfit-compile 12gb.onnx --target raspberry-pi-5-4gb --scheme int4 --host-memory 1GiB -o 12gb.tfb
 
     Interrupted at any moment, the same command goes on where it was and ends with the same bytes.
@@ -106,6 +140,9 @@ def compile_command(
     from compile.progress import JsonProgress, TerminalProgress  # noqa: PLC0415
     from compile.report import print_report  # noqa: PLC0415
     from compile.shapes import parse_shape  # noqa: PLC0415
+    from compile.states import parse_state  # noqa: PLC0415
+    from compile.text import read_tokenizer  # noqa: PLC0415
+    from compile.windows import parse_split  # noqa: PLC0415
 
     options = Options(
         scheme=scheme,
@@ -113,13 +150,17 @@ def compile_command(
         symmetric=symmetric,
         shapes=tuple(parse_shape(text) for text in shape or ()),
         batch_axis=batch_axis,
+        pad=pad,
+        states=tuple(map(parse_state, state or ())),
+        tokenizer=read_tokenizer(tokenizer) if tokenizer else None,
+        split=parse_split(split) if split else None,
         calib=calib,
         calibrate_with=calibrate_with,
         random=random,
         samples=samples,
         assets=tuple(asset or ()),
         name=name,
-        slots=slots,
+        slots=_slots(slots),
         max_error=max_error,
         overwrite=overwrite,
         host_memory=parse_size(host_memory),
@@ -140,6 +181,14 @@ def compile_command(
     console = Console()
     print_report(manifest, console)
     console.print(f"[bold green]wrote[/] {escape(str(out))} ({human(sum(entry.nbytes for entry in manifest.files))})")
+
+
+def _slots(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not re.fullmatch("[0-9]{1,3}", text) or not 1 <= int(text) <= 256:
+        raise TightfitError(f"--slots {text} is neither auto nor a number from 1 to 256", "leave it out for auto")
+    return int(text)
 
 
 def _residency(text: str) -> Residency | None:
@@ -214,6 +263,9 @@ def prove_command(
 
 def main() -> None:
     """Entry point: one clear line and exit code 2 for whatever a person can cause."""
+    # A graph is hundreds of thousands of objects that stay: looking through them again and again, after every 700 new
+    # ones, took a seventh of the time.
+    gc.set_threshold(50_000, 20, 100)
     arguments = sys.argv[1:]
     # `tightfit-compile MODEL.onnx ...` is the main job, so it needs no verb.
     if not arguments:

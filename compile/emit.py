@@ -16,10 +16,12 @@ from compile.progress import Progress
 from compile.shapes import sizes_at
 from compile.sizes import check_host_memory
 from compile.source import Digests
+from compile.text import Tokenizer
 from compile.transform import Work, properties_json
 from compile.writer import BundleWriter
 from targets.board import MIB
 from targets.bundle import Residency, SampleTensor, Segment
+from targets.generation import TOKENIZER
 from targets.recipe import METADATA
 from targets.tensor import human
 
@@ -92,7 +94,9 @@ def write_sample(writer: BundleWriter, sample: Sample) -> tuple[SampleTensor, ..
     return tuple(tensors)
 
 
-def write_assets(writer: BundleWriter, assets: Sequence[Path]) -> tuple[str, ...]:
+def write_assets(writer: BundleWriter, assets: Sequence[Path], tokenizer: Tokenizer | None = None) -> tuple[str, ...]:
+    if tokenizer is not None:
+        writer.add(TOKENIZER, tokenizer.data)
     for path in assets:
         name = f"assets/{path.name}"
         if any(entry.path == name for entry in writer.files):

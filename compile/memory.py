@@ -9,10 +9,22 @@ from compile.backends.base import Step, Trace, WeightFootprint
 from compile.packing.place import ALIGNMENT
 from targets.arena import Arena, Buffer
 from targets.board import MIB, Board
-from targets.budget import FINALISE, WAITING, MemoryPlan, Phase, Sweep, Term, budget_bytes
+from targets.budget import (
+    ANSWERS,
+    BATCH,
+    FINALISE,
+    RING,
+    TOKENIZER,
+    WAITING,
+    MemoryPlan,
+    Phase,
+    Sweep,
+    Term,
+    budget_bytes,
+)
 from targets.bundle import Residency
 from targets.errors import BudgetError
-from targets.tensor import human
+from targets.tensor import Contract, human
 
 
 @dataclasses.dataclass
@@ -170,7 +182,9 @@ is several times as long, compressed bodies are held twice; neither is in the pl
 class Footprint:
     """What one bundle needs beside its arena: weights of every segment, the runtime's scratch, one request slot, and
     that slot's inputs alone; with a recipe, what images take: decoded in the gateway, and encoded as they arrive. Of
-    values that cross from one segment to another, the most that one request holds at a cut."""
+    values that cross from one segment to another, the most that one request holds at a cut. Inputs of requests that are
+    put together, where they can be. Where long sequences are split, `inputs` and `answers` are those of the longest.
+    `tokenizer`: what it takes in the gateway."""
 
     weights: Sequence[WeightFootprint]
     workspace: int
@@ -180,6 +194,9 @@ class Footprint:
     encoded: int = 0
     _: dataclasses.KW_ONLY
     crossing: int = 0
+    batch: int = 0
+    answers: int = 0
+    tokenizer: int = 0
 
 
 # What is tried, in order, when nobody chose: fastest first. Block-quantized kernels need their own layout of the
@@ -196,11 +213,40 @@ PREFERENCE = {
 ROOMY = 2 / 3
 
 
+# Requests that can be in memory at once, where nobody chose: with more of them there are larger batches, and fewer who
+# wait at the door; past these there is nothing to win on so small a board.
+LEAST_SLOTS, MOST_SLOTS = 2, 32
+SLOTS_SHARE = 0.03
+"""Of the budget, what more slots than the least may take: with their bodies, and with what waits at cuts."""
+
+
 Residencies = tuple[Residency, ...]
 """Of every segment, in their order. They are alike, or some are streamed and the others mapped."""
 
 
 def choose(
+    board: Board, arena: Arena, needs: Footprint, slots: int | None, requested: Residency | None, quantized: bool
+) -> tuple[Residencies, MemoryPlan]:
+    """Residencies, and their plan with so many slots; without a number as many as are a small matter to the board.
+
+    More than the least number of slots never change where weights are.
+    """
+    residencies, chosen = _reside(board, arena, needs, slots or LEAST_SLOTS, requested, quantized)
+    if slots is None:
+        share = ROOMY if residencies[0] is Residency.HEAP and not requested else 1
+        for more in range(MOST_SLOTS, LEAST_SLOTS, -1):
+            made = plan(board, arena, needs, more, residencies)
+            if _requests_bytes(made) <= SLOTS_SHARE * made.budget_bytes and _fits(made, share):
+                return residencies, made
+    return residencies, chosen
+
+
+def _requests_bytes(made: MemoryPlan) -> int:
+    """What requests take that are in memory, but for the one that runs."""
+    return sum(made.phase("run").nbytes(name) for name in ("io_slots", "bodies", BATCH, WAITING, ANSWERS))
+
+
+def _reside(
     board: Board, arena: Arena, needs: Footprint, slots: int, requested: Residency | None, quantized: bool
 ) -> tuple[Residencies, MemoryPlan]:
     """The first residencies whose plan stays inside the board's budget, or the requested one for all; and their plan.
@@ -238,9 +284,15 @@ def _spreads(count: int, streamed: int) -> Iterator[Residencies]:
         yield tuple(Residency.STREAMED if step in chosen else Residency.MAPPED for step in range(count))
 
 
-def beside_model(board: Board, slots: int, slot: int, inputs: int) -> int:
+def batch_bytes(contract: Contract) -> int:
+    """Inputs of the largest batch, which stands beside the slots that it was put together from; 0 where none is."""
+    return sum(spec.max_nbytes for spec in contract.inputs) if contract.batch_rows else 0
+
+
+def beside_model(board: Board, slots: int, slot: int, inputs: int, batch: int) -> int:
     """What a running bundle takes that is neither weights nor activations (bytes), but for sessions and images."""
-    return board.memory.runtime_fixed_mib * MIB + SERVICE_BYTES + slots * (slot + BODY_COPIES * inputs)
+    requests = slots * (slot + BODY_COPIES * inputs) + (batch if slots > 1 else 0)
+    return board.memory.runtime_fixed_mib * MIB + SERVICE_BYTES + requests
 
 
 def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residencies: Residencies) -> MemoryPlan:
@@ -250,13 +302,17 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residencies: 
     load:     weights one after the other; while one is laid out, its source is mapped beside the copy.
     run:      what stays of that, the arena, each slot in the slab that both processes share, and the bodies that the
               gateway reads, as they arrived and joined. Answers leave straight from the slab. With a recipe also the
-              image library and the one image that is being decoded. Where segments are streamed all requests go
-              through them together; what each holds between two of them waits outside the arena.
+              image library and the one image that is being decoded. Where requests can be put together, a copy of
+              their inputs; what comes of them is no more than one request of the largest shape makes. Where long
+              sequences are split, their bodies, and what their windows are put together to. Where segments are
+              streamed all requests go through them together; what each holds between two of them waits outside the
+              arena.
     """
     per_session = SESSION_BYTES + board.cores * THREAD_BYTES
     fixed = (
         Term("runtime", "anonymous", board.memory.runtime_fixed_mib * MIB),
         Term("service", "anonymous", SERVICE_BYTES + (len(needs.weights) - 1) * per_session),
+        *([Term(TOKENIZER, "anonymous", needs.tokenizer)] if needs.tokenizer else []),
     )
     streams = Residency.STREAMED in residencies
     waiting = slots * needs.crossing if slots > 1 else 0
@@ -272,9 +328,11 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residencies: 
                 Term("activations", "anonymous", arena.height),
                 Term("workspace", "anonymous", needs.workspace),
                 *([Term(WAITING, "anonymous", waiting)] if streams else []),
+                *([Term(BATCH, "anonymous", needs.batch)] if needs.batch and slots > 1 else []),
                 Term("arena_index", "anonymous", index),
                 Term("io_slots", "shared", slots * needs.slot),
                 Term("bodies", "anonymous", slots * max(needs.inputs, needs.encoded) * BODY_COPIES),
+                *([Term(ANSWERS, "anonymous", slots * needs.answers)] if needs.answers else []),
                 *([Term("recipe", "anonymous", needs.images)] if needs.images else []),
             ),
         ),
@@ -282,7 +340,7 @@ def plan(board: Board, arena: Arena, needs: Footprint, slots: int, residencies: 
     if residencies[0].needs_finalise:
         phases.insert(0, Phase(FINALISE, (*fixed, *_finalise_terms(needs.weights, index))))
     budget = budget_bytes(board)
-    taken = phases[-1].total_bytes - sum(t.nbytes for t in weights.run if t.kind == "file")
+    taken = phases[-1].total_bytes - sum(t.nbytes for t in weights.run if t.name in ("mapped_weights", RING))
     sweep = _sweep(needs.weights, residencies, budget - taken) if streams else None
     return MemoryPlan(budget, slots, tuple(phases), arena, sweep)
 
@@ -296,10 +354,16 @@ def _sweep(parts: Sequence[WeightFootprint], residencies: Residencies, room: int
     return Sweep(
         streamed=streamed,
         segment_bytes=sizes,
-        pass_bytes=sum(sizes[step] for step in streamed),
+        pass_bytes=sum(sum(place) for place in _places([sizes[step] for step in streamed]) if len(place) > 1),
         lru_bytes=whole if whole > room else 0,
         belady_bytes=max(whole - room, 0),
     )
+
+
+def _places(circle: Sequence[int]) -> list[Sequence[int]]:
+    """The segments that have the one place in memory by turns, and those that have the other. Who has one for itself
+    is read once."""
+    return [circle[0::2], circle[1::2]]
 
 
 def _swept(part: WeightFootprint) -> int:
@@ -376,21 +440,21 @@ def _unpacked_terms(parts: Sequence[WeightFootprint], _index: int) -> _WeightTer
 
 
 def _streamed_terms(parts: Sequence[WeightFootprint], residencies: Residencies, index: int) -> _WeightTerms:
-    """What is mapped stays; of what is streamed, the segment that runs and the next one, at the worst moment of a sweep
-    that begins again. How far the next one is when a segment ends is a matter of speed; the plan holds for any.
+    """What is mapped stays; what is streamed has two places by turns. Tables are read by rows from their files, while
+    their segment runs.
 
     Loading leaves no pages behind.
     """
     staying = [part for part, each in zip(parts, residencies, strict=True) if each is not Residency.STREAMED]
     passing = [part for part, each in zip(parts, residencies, strict=True) if each is Residency.STREAMED]
-    pairs = [[here, ahead] for here, ahead in zip(passing, (*passing[1:], passing[0]), strict=True)]
-    most = max(_in_memory(pair) for pair in pairs) if len(passing) > 1 else _in_memory(passing)
+    ring = sum(max(place, default=0) for place in _places([_swept(part) for part in passing]))
+    rows = max(part.rows for part in passing)
     session = _sum(parts, "session")
     one_by_one = [_mapped_terms([part], index).load for part in parts]
     load = max(one_by_one, key=lambda terms: sum(term.nbytes for term in terms))
     return _WeightTerms(
         (Term("session", "anonymous", session), *load[1:]),
-        _terms(session, 0, _in_memory(staying) + most),
+        (*_terms(session, 0, _in_memory(staying) + rows), Term(RING, "shared", ring)),
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+import hashlib
+from pathlib import Path, PurePosixPath
 
 from compile.calibrate.collectors import DEFAULT_METHOD, METHODS
 from compile.dump import check_pass_name
@@ -13,8 +14,12 @@ from compile.partition.choose import Wishes
 from compile.quantize.schemes import SCHEMES
 from compile.shapes import ShapeRequest
 from compile.sizes import segment_limit
+from compile.states import Pair
+from compile.text import Tokenizer
+from compile.windows import SplitRequest
 from targets.bundle import Residency
 from targets.errors import did_you_mean
+from targets.generation import TOKENIZER
 from targets.recipe import Recipe
 
 
@@ -25,6 +30,10 @@ class Options:
     `block`: weights that share a scale; `symmetric`: without zero points; None for the scheme's default.
     `host_memory`: bytes that compiling may take, whatever the model's size; larger models are cut into more segments.
     `batch_axis`: name of the dimension along which requests can be put together; by default what is found.
+    `pad`: name of the dimension along which requests of one batch may differ; empty: none.
+    `states`: pairs of state beside those that are named as exporters do. `tokenizer`: what makes text of its tokens.
+    `split`: along which dimension longer inputs than the range allows are run in windows; None: nowhere.
+    `slots`: requests that can be in memory at once; by default as many as the board has room for beside the model.
     `segments`, `max_segment`, `cut_at`: how it is cut, see `Wishes`; by default as is best for host and board.
     `calib`: what to verify on, and, by a scheme that is calibrated, to calibrate on with the method `calibrate_with`;
     `random`: calibrate on random values instead.
@@ -39,7 +48,7 @@ class Options:
     samples: int = 8
     assets: tuple[Path, ...] = ()
     name: str = ""
-    slots: int = 2
+    slots: int | None = None
     max_error: float | None = None
     overwrite: bool = False
     host_memory: int = 2 << 30
@@ -59,6 +68,10 @@ class Options:
         return Wishes(self.segments, self.max_segment, self.cut_at)
 
     batch_axis: str = ""
+    split: SplitRequest | None = None
+    pad: str = ""
+    states: tuple[Pair, ...] = ()
+    tokenizer: Tokenizer | None = None
 
     def recorded(self) -> dict[str, str]:
         """The options that shape the bundle, as the manifest keeps them: no paths."""
@@ -66,8 +79,12 @@ class Options:
             "scheme": self.scheme,
             "shapes": " ".join(f"{name}={','.join(dim.spelled() for dim in dims)}" for name, dims in self.shapes),
             "batch_axis": self.batch_axis,
+            **({"split": str(self.split)} if self.split else {}),
+            **({"pad": self.pad} if self.pad else {}),
+            **({"states": " ".join(map("=".join, self.states))} if self.states else {}),
+            **({"tokenizer": hashlib.sha256(self.tokenizer.data).hexdigest()} if self.tokenizer else {}),
             "samples": str(self.samples),
-            "slots": str(self.slots),
+            "slots": str(self.slots or "auto"),
             "host_memory": str(self.host_memory),
             "residency": self.residency.value if self.residency else "",
             **self.wishes.recorded(),
@@ -80,7 +97,7 @@ def check_options(options: Options) -> None:
     options.wishes.recorded()
     if options.calibrate_with not in METHODS:
         raise OptionError(f"unknown method {options.calibrate_with!r}", did_you_mean(options.calibrate_with, METHODS))
-    if SCHEMES[options.scheme].static and options.calib is None and not options.random:
+    if SCHEMES[options.scheme].calibrated and options.calib is None and not options.random:
         raise OptionError(
             f"--scheme {options.scheme} needs samples to find the ranges of activations",
             "give them with --calib, or say --random for ranges that are guesses",
@@ -90,6 +107,8 @@ def check_options(options: Options) -> None:
     if options.max_error is not None and not options.max_error >= 0:
         raise OptionError(f"--max-error {options.max_error} is no limit", "give a number that is zero or more")
     names = [path.name for path in options.assets]
+    if options.tokenizer is not None and PurePosixPath(TOKENIZER).name in names:
+        raise OptionError("two assets are named tokenizer.json", "give it with --tokenizer alone")
     for path in options.assets:
         if names.count(path.name) > 1:
             raise OptionError(f"two assets are named {path.name}", "rename one")

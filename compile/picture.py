@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 
 from targets.arena import Arena, Placed
-from targets.budget import KINDS, MemoryPlan, Phase, Sweep
+from targets.budget import KINDS, RING, MemoryPlan, Phase, Sweep
 
 # More rectangles than this nobody tells apart, and a phone takes long to draw.
 MOST_BUFFERS = 1500
@@ -57,18 +57,25 @@ def _slices(phase: Phase) -> tuple[Slice, ...]:
 
 
 def _turns(run: Phase, sweep: Sweep, segments: Sequence[str]) -> list[Column]:
-    """The weights of every turn: those that stay, the running segment's, and those that are read ahead."""
-    others = tuple(each for each in _slices(run) if each.name != "mapped_weights")
-    staying = sum(sweep.segment_bytes) - sweep.pass_bytes
+    """The weights of every turn: those that stay, the running segment's, those that are read ahead into the other of
+    the two places, and what is left of these."""
+    others = tuple(each for each in _slices(run) if each.name not in ("mapped_weights", RING))
+    staying = sum(nbytes for step, nbytes in enumerate(sweep.segment_bytes) if step not in sweep.streamed)
     found = []
     for step, name in enumerate(segments):
-        ahead = next((each for each in sweep.streamed if each > step), sweep.streamed[0])
-        pages = [Slice("weights that stay", "file", staying)]
-        if step in sweep.streamed:
-            pages.append(Slice("weights of this turn", "file", sweep.segment_bytes[step]))
-        if ahead != step:
-            pages.append(Slice("weights read ahead", "file", sweep.segment_bytes[ahead]))
-        found.append(Column(f"run {name}", (*others, *(each for each in pages if each.nbytes))))
+        number = sum(each < step for each in sweep.streamed)
+        runs = step in sweep.streamed
+        ahead = (number + runs) % len(sweep.streamed)
+        here = sweep.segment_bytes[step] if runs else 0
+        meet = runs and number % 2 == ahead % 2
+        coming = 0 if meet else sweep.segment_bytes[sweep.streamed[ahead]]
+        weights = [
+            Slice("weights that stay", "file", staying),
+            Slice("weights of this turn", "shared", here),
+            Slice("weights read ahead", "shared", coming),
+            Slice("room for others", "shared", max(run.nbytes(RING) - here - coming, 0)),
+        ]
+        found.append(Column(f"run {name}", (*others, *(each for each in weights if each.nbytes))))
     return found
 
 

@@ -8,17 +8,20 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec import UNSET, UnsetType
+
 from compile import memory
 from compile.activations import ActivationCache
 from compile.backends.base import Backend, Model, Part, Trace, WeightFootprint, backend
 from compile.bounded import BoundedModel
 from compile.calibrate.samples import Sample
-from compile.calibrate.synthetic import largest_sample, random_samples
+from compile.calibrate.synthetic import largest_sample, random_samples, unmasked_sample
 from compile.emit import segment_of, write_assets, write_properties, write_sample, write_segments
 from compile.errors import DataError, OptionError, VerificationError
 from compile.forms import source_chain
 from compile.options import Options, check_options
 from compile.packing.place import place
+from compile.padding import verify_padding
 from compile.page import page
 from compile.partition.codes import InFloats, in_floats
 from compile.passes.split.pieces import cutting_links, wholes
@@ -29,12 +32,14 @@ from compile.shapes import build_contract
 from compile.sizes import segment_limit
 from compile.transform import Work, tools, transform
 from compile.verify import FLOAT_LIMIT, HALF_LIMIT, Link, verify, verify_rows
+from compile.windows import measure_split, windows_notes
 from compile.writer import BundleWriter
 from targets.board import Board
 from targets.budget import MemoryPlan, budget_bytes, check_plan
 from targets.bundle import SCHEMA, Manifest, OutputError, Quantization, SegmentError, Verification, sealed
 from targets.recipe import memory_bytes
-from targets.tensor import Contract, DimRange
+from targets.tensor import Contract, DimRange, Padding
+from targets.windows import Split
 
 
 def compile_model(
@@ -55,9 +60,13 @@ def compile_model(
         progress.phase("verify")
         errors, segment_errors = _verify(writer, options, runtime, work, parts)
         batch = _verified_batch(writer, options, runtime, work, parts)
+        split = _measured_split(writer, options, runtime, work, parts)
+        pad = _verified_padding(writer, options, runtime, work, parts, batch)
+        for note in windows_notes(split, work.results):
+            progress.warn(note)
 
         progress.phase("plan memory")
-        contract, residencies, plan = _plan(board, options, runtime, work, parts, weights, batch)
+        contract, residencies, plan = _plan(board, options, runtime, work, parts, weights, batch, split, pad)
         check_plan(plan, budget_bytes(board))
 
         progress.phase("finish")
@@ -68,12 +77,12 @@ def compile_model(
         )
         write_properties(writer, work.properties)
         sample = write_sample(writer, work.samples[0])
-        assets = write_assets(writer, options.assets)
+        assets = write_assets(writer, options.assets, options.tokenizer)
         segments = tuple(
             segment_of(writer.folder, part, work.settings, residency)
             for part, residency in zip(parts, residencies, strict=True)
         )
-        said = [*work.notes, *warnings(verification)]
+        said = [*work.notes, *warnings(verification), *windows_notes(split, work.results)]
         writer.add(
             "report.json",
             report_json(work.name, board.name, work.recorded, quantization, verification, plan, said, work.chosen),
@@ -102,6 +111,7 @@ def compile_model(
                 tools=tools(runtime),
                 files=writer.files,
                 recipe=options.recipe,
+                generation=options.tokenizer.generation if options.tokenizer else UNSET,
             )
         )
         writer.commit(manifest)
@@ -151,10 +161,10 @@ def _verified_batch(
 
     Raises OptionError where they differ, if a person named it.
     """
-    if work.batch is None:
+    if work.inputs.batch is None:
         return None
-    rows = 2 * max(work.dims[work.batch].min, 1)
-    dims = work.dims | {work.batch: DimRange(rows, rows, rows)}
+    rows = 2 * max(work.dims[work.inputs.batch].min, 1)
+    dims = work.dims | {work.inputs.batch: DimRange(rows, rows, rows)}
     try:
         for value in work.model.graph.outputs:
             if value.shape is None:
@@ -167,10 +177,55 @@ def _verified_batch(
     except (VerificationError, DataError) as error:
         if options.batch_axis:
             raise OptionError(
-                f"--batch-axis: {work.batch!r} is not the batch: {error}", "leave the option out"
+                f"--batch-axis: {work.inputs.batch!r} is not the batch: {error}", "leave the option out"
             ) from None
         return None
-    return work.batch
+    return work.inputs.batch
+
+
+def _verified_padding(
+    writer: BundleWriter, options: Options, runtime: Backend, work: Work, parts: Sequence[Part], batch: str | None
+) -> Padding | UnsetType:
+    """What padding gives, where it makes no difference. Raises OptionError where it does."""
+    if not options.pad:
+        return UNSET
+    if batch is None:
+        raise OptionError("--pad: requests cannot run together: their rows are not computed apart", "leave --pad out")
+
+    def sample_of(size: int) -> Sample:
+        return unmasked_sample(work.model, work.inputs, {options.pad: size})
+
+    limit = HALF_LIMIT if work.half else FLOAT_LIMIT
+    with writer.scratch() as folder:
+        cache = ActivationCache(folder, shutil.disk_usage(folder).free // 2)
+        chain = _source_links(options, runtime, work, parts)
+        return verify_padding(chain, work.inputs, options.pad, sample_of, work.results, cache, limit)
+
+
+def _measured_split(
+    writer: BundleWriter, options: Options, runtime: Backend, work: Work, parts: Sequence[Part]
+) -> Split | UnsetType:
+    """How windows of long sequences join. Raises OptionError where they do not, and VerificationError where what they
+    give is further from the whole than `--max-error`."""
+    if options.split is None:
+        return UNSET
+    wanted = options.split
+
+    def sample_of(size: int) -> Sample:
+        return unmasked_sample(work.model, work.inputs, {wanted.dim: size})
+
+    with writer.scratch() as folder:
+        cache = ActivationCache(folder, shutil.disk_usage(folder).free // 2)
+        chain = _source_links(options, runtime, work, parts)
+        split = measure_split(chain, work.inputs, wanted, sample_of, work.results, cache)
+    for name, join in zip(work.results, split.joins, strict=True):
+        if options.max_error is not None and (join.error or 0) > options.max_error:
+            raise VerificationError(
+                f"--split {wanted}: output {name!r} of windows differs from that of the whole: relative L2 "
+                f"{join.error:.3g}, limit {options.max_error:.3g}",
+                "let windows share more, or raise the limit with --max-error",
+            )
+    return split
 
 
 def _bounded(nbytes: int, link: Link) -> Link:
@@ -185,10 +240,13 @@ def _plan(
     parts: Sequence[Part],
     weights: list[WeightFootprint],
     batch: str | None,
+    split: Split | UnsetType,
+    pad: Padding | UnsetType,
 ) -> tuple[Contract, memory.Residencies, MemoryPlan]:
     """Observe one run at the largest shapes, and make contract, residency and certificate of what was seen."""
     largest, trace = _observed(runtime, work, parts)
-    contract = build_contract(work.model, work.dims, trace.output_nbytes, batch)
+    sums = work.inputs.sums or ()
+    contract = build_contract(work.model, work.dims, trace.output_nbytes, batch, split, pad, work.states, sums)
     arena = place(memory.activation_buffers(trace))
     practical = memory.arena_in_practice(
         arena.height,
@@ -196,11 +254,22 @@ def _plan(
         lambda size: runtime.runs_within(parts, work.settings, largest, size, trace),
         budget_bytes(board),
     )
-    inputs = sum(spec.max_nbytes for spec in contract.inputs)
-    slot = inputs + sum(spec.max_nbytes for spec in contract.outputs)
+    slot = sum(map(sum, contract.places))
     images = (memory_bytes(options.recipe, contract), options.recipe.decode.max_bytes) if options.recipe else ()
     crossing = memory.crossing_bytes(trace.made, [part.inputs for part in parts])
-    needs = memory.Footprint(weights, practical - arena.height, slot, inputs, *images, crossing=crossing)
+    together = memory.batch_bytes(contract)
+    bodies = sum(spec.max_nbytes for spec in contract.whole.inputs)
+    needs = memory.Footprint(
+        weights,
+        practical - arena.height,
+        slot,
+        bodies,
+        *images,
+        crossing=crossing,
+        batch=together,
+        answers=contract.answer_bytes,
+        tokenizer=options.tokenizer.memory_bytes if options.tokenizer else 0,
+    )
     return contract, *memory.choose(board, arena, needs, options.slots, options.residency, work.scheme_is_blocked)
 
 

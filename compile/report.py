@@ -79,8 +79,20 @@ def print_report(manifest: Manifest, console: Console) -> None:
     console.print(f"gives  {_specs(manifest.contract.outputs)}")
     for name, dim in manifest.contract.dims.items():
         batch = ", the batch" if name == manifest.contract.batch else ""
+        if manifest.contract.pad and name == manifest.contract.pad.dim:
+            batch = ", padded where requests run together"
         buckets = ", ".join(map(str, dim.buckets))
         console.print(f"       {escape(name)} = {dim}{batch}, fastest at {dim.opt}, in buckets of {buckets}")
+    if split := manifest.contract.split:
+        console.print(
+            f"       {escape(split.dim)} up to {split.longest} in windows of {split.window} that share {split.overlap}"
+        )
+    if states := manifest.contract.states:
+        pairs = f"{len(states)} pairs of state, {states[0].output} to {states[0].input} the first of them"
+        console.print(f"keeps  {escape(pairs)}")
+    if generation := manifest.generation:
+        ends = ", ".join(map(str, generation.eos)) or "none"
+        console.print(f"writes text with {escape(generation.tokenizer)}; tokens that end it: {ends}")
     ratio = q.source_weight_bytes / max(q.weight_bytes, 1)
     console.print(
         f"scheme {q.scheme}{_blocks(manifest.options)}: weights {human(q.source_weight_bytes)} -> "

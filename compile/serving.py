@@ -140,7 +140,7 @@ class Service:
             connection.close()
 
     def metrics(self) -> dict[str, float]:
-        """The agent's counters and gauges by name and labels. Raises ServiceError."""
+        """The agent's counters and gauges by name: it serves one model. Raises ServiceError."""
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=_END_S)
         try:
             connection.request("GET", "/metrics")
@@ -149,8 +149,13 @@ class Service:
             raise ServiceError(str(error) or type(error).__name__) from None
         finally:
             connection.close()
-        samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-        return {name: float(value) for name, _, value in samples}
+        values: dict[str, float] = {}
+        for line in lines:
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                name = name.partition("{")[0]
+                values[name] = values.get(name, 0.0) + float(value)
+        return values
 
     @property
     def was_killed(self) -> bool:
@@ -232,7 +237,8 @@ def drop_from_page_cache(bundle: Path, manifest: Manifest) -> None:
 
 
 class Requests:
-    """Open Inference Protocol requests with every dimension at its maximum, binary in and out.
+    """Open Inference Protocol requests with every dimension at its maximum, long sequences at their longest, binary in
+    and out.
 
     Floats are standard normal. Integers that index a table are spread evenly over it, and each of the `count` requests
     takes other rows, so that tables are touched as widely as so many requests can; all others stay within those of the
@@ -246,8 +252,9 @@ class Requests:
         self._inputs: list[tuple[TensorSpec, list[int], bytes]] = []
         rng = np.random.default_rng(0)
         samples = {sample.name: sample.file for sample in manifest.sample}
-        for spec in manifest.contract.inputs:
-            shape = [dim if isinstance(dim, int) else manifest.contract.dims[dim].max for dim in spec.shape]
+        contract = manifest.contract.whole
+        for spec in contract.inputs:
+            shape = [dim if isinstance(dim, int) else contract.dims[dim].max for dim in spec.shape]
             sample = safe_path(bundle, samples[spec.name]) if spec.name in samples else None
             self._inputs.append((spec, shape, _values(rng, spec, shape, sample)))
         described = [

@@ -7,10 +7,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+from msgspec import UNSET, UnsetType
+
 from compile.errors import ModelError, OptionError
 from compile.graph import contract_dtype, ir
+from compile.states import Pair, pairs_of, terms_of
 from targets.errors import did_you_mean
-from targets.tensor import Contract, DimRange, DType, TensorSpec, nbytes
+from targets.states import State, Sum
+from targets.tensor import Contract, DimRange, DType, Padding, TensorSpec, nbytes
+from targets.windows import Split
 
 # Sizes of 18 digits are more than any tensor has.
 _SIZE = r"(\d{1,18})"
@@ -50,7 +55,13 @@ def _parse_dim(dim: str, text: str) -> DimRange:
 
 
 def bind_shapes(model: ir.Model, requests: Sequence[ShapeRequest]) -> dict[str, DimRange]:
-    """Give every dynamic input dimension a size or a named range, in place; returns the ranges.
+    """The ranges that `bind` gives."""
+    return bind(model, requests)[0]
+
+
+def bind(model: ir.Model, requests: Sequence[ShapeRequest]) -> tuple[dict[str, DimRange], tuple[Sum, ...]]:
+    """Give every dynamic input dimension a size or a named range, in place; returns the ranges, and which of them are
+    sums of others.
 
     A symbol that several inputs share is bound once, for all of them; `batch=1..8` binds it by its own name, where no
     input is called so. A range of one size becomes that size.
@@ -75,11 +86,39 @@ def bind_shapes(model: ir.Model, requests: Sequence[ShapeRequest]) -> dict[str, 
             )
         for value in matched:
             _bind_one(value, ranges, symbols)
+    sums = _bind_sums({value.name or "": _dims(value) for value in inputs}, symbols, pairs_of(model))
     _require_bound(inputs, symbols)
     renamed = _readable_names(inputs, symbols)
     for value in inputs:
         value.shape = ir.Shape([_bound(d, symbols, renamed) for d in _dims(value)])
-    return {renamed[s]: r for s, r in symbols.items() if r.min != r.max}
+    dims = {renamed[s]: r for s, r in symbols.items() if r.min != r.max}
+    return dims, tuple(
+        Sum(renamed[symbol], tuple(_bound(term, symbols, renamed) for term in terms))
+        for symbol, terms in sums.items()
+        if renamed[symbol] in dims
+    )
+
+
+def _bind_sums(
+    inputs: Mapping[str, Sequence[int | str]], symbols: dict[str, DimRange], pairs: Sequence[Pair]
+) -> dict[str, tuple[int | str, ...]]:
+    """Bind what follows from other dimensions; what each is the sum of."""
+    sums: dict[str, tuple[int | str, ...]] = {}
+    for symbol in dict.fromkeys(dim for dims in inputs.values() for dim in dims if isinstance(dim, str)):
+        terms = terms_of(symbol, inputs, pairs)
+        if terms and all(isinstance(term, int) or term in symbols for term in terms):
+            parts = [DimRange(t, t, t) if isinstance(t, int) else symbols[t] for t in terms]
+            total = DimRange(*(sum(getattr(part, corner) for part in parts) for corner in ("min", "opt", "max")))
+            given = symbols.get(symbol, total)
+            if (given.min, given.max) != (total.min, total.max):
+                raise OptionError(
+                    f"--shape binds dimension {symbol!r} to {given}, but it is "
+                    f"{' + '.join(map(str, terms))}, which is {total}",
+                    "leave it out: it follows from the others",
+                )
+            symbols[symbol] = total
+            sums[symbol] = terms
+    return sums
 
 
 def _dims(value: ir.Value) -> list[int | str]:
@@ -244,20 +283,35 @@ def find_batch(inputs: Contract, wanted: str = "") -> str | None:
 
 
 def build_contract(
-    model: ir.Model, dims: dict[str, DimRange], output_nbytes: Mapping[str, int], batch: str | None = None
+    model: ir.Model,
+    dims: dict[str, DimRange],
+    output_nbytes: Mapping[str, int],
+    batch: str | None = None,
+    split: Split | UnsetType = UNSET,
+    pad: Padding | UnsetType = UNSET,
+    states: Sequence[State] = (),
+    sums: Sequence[Sum] = (),
 ) -> Contract:
     """The I/O contract; `output_nbytes` is what each output took at the upper ends of all ranges.
 
     `batch` is axis 0 of every output too, whether or not that could be inferred.
     """
-    inputs = contract_inputs(model, dims)
-    outputs = tuple(
+    outputs = contract_outputs(model, dims, output_nbytes, batch)
+    return Contract(
+        contract_inputs(model, dims), outputs, dims, batch, split, pad, tuple(states) or UNSET, tuple(sums) or UNSET
+    )
+
+
+def contract_outputs(
+    model: ir.Model, dims: Mapping[str, DimRange], output_nbytes: Mapping[str, int], batch: str | None = None
+) -> tuple[TensorSpec, ...]:
+    """What a client gets, in the model's order."""
+    return tuple(
         TensorSpec(
             value.name or "", contract_dtype(value), _output_dims(value, dims, batch), output_nbytes[value.name or ""]
         )
         for value in model.graph.outputs
     )
-    return Contract(inputs, outputs, dims, batch)
 
 
 def _reserve(dtype: DType, shape: tuple[int, ...]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,10 +11,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import UNSET
+
 from compile import memory
 from compile.backends.base import Backend, Lowered
 from compile.calibrate.collect import HashedSamples
-from compile.calibrate.collectors import Range, Unfit
+from compile.calibrate.collectors import METHODS, Range, Unfit, collect_range, whole_range
 from compile.calibrate.control import control_inputs
 from compile.calibrate.run import calibrate
 from compile.calibrate.samples import Sample, iterate, read_samples, readers_of
@@ -23,6 +27,7 @@ from compile.errors import ModelError, OptionError
 from compile.forms import SIMPLIFY, SOURCE_FORM, SourceForms, link_limit
 from compile.graph import initializers, ir, load_model, weight_nbytes
 from compile.options import Options
+from compile.padding import check_padding
 from compile.partition.choose import Outcome, choose_cuts
 from compile.partition.codes import Codes, codes_of
 from compile.partition.cuts import Cuts
@@ -39,14 +44,26 @@ from compile.passes.widen import holds_half
 from compile.progress import Progress
 from compile.quantize.schemes import SCHEMES, Scheme
 from compile.quantize.source import check_scales
-from compile.shapes import bind_shapes, build_contract, contract_inputs, find_batch, largest_nbytes, sizes_at
+from compile.shapes import (
+    bind,
+    build_contract,
+    contract_inputs,
+    contract_outputs,
+    find_batch,
+    largest_nbytes,
+    sizes_at,
+)
 from compile.sizes import check_inputs, check_sizes, largest_value, segment_limit
 from compile.source import SourceStamp
+from compile.states import find_states, pairs_of
+from compile.text import check_tokenizer
 from compile.verify import FLOAT_LIMIT, HALF_LIMIT
+from compile.windows import check_split, longest_bytes
 from targets.arena import Arena
 from targets.board import Board, board_digest
 from targets.bundle import NAME
 from targets.recipe import METADATA, check_input, check_outputs, memory_bytes, read_labels
+from targets.states import State
 from targets.tensor import Contract, DimRange
 
 # Random samples to calibrate on, for each corner of the dimension ranges.
@@ -56,13 +73,14 @@ RANDOM_ROUNDS = 4
 @dataclasses.dataclass(frozen=True)
 class Work:
     """The model after every change that needs no weights, and what is known of it. `head` is all that the bundle's
-    bytes depend on; `scheme_is_blocked`: matrices are quantized in blocks; `notes`: what the passes had to say;
-    `batch`: the dimension that may be the batch."""
+    bytes depend on; `scheme_is_blocked`: matrices are quantized in blocks; `notes`: what the passes had to say. The
+    batch of `inputs` is the dimension that may be it."""
 
     name: str
     model: ir.Model
     dims: dict[str, DimRange]
     inputs: Contract
+    states: tuple[State, ...]
     samples: list[Sample]
     sample_origin: str
     notes: tuple[str, ...]
@@ -81,7 +99,6 @@ class Work:
     head: dict[str, Any]
     error_limit: float | None
     scheme_is_blocked: bool
-    batch: str | None
 
     @property
     def planned_bytes(self) -> int:
@@ -109,12 +126,22 @@ def transform(
     half = holds_half(model)
 
     progress.phase("transform")
-    dims = bind_shapes(model, options.shapes)
-    inputs = Contract(contract_inputs(model, dims), (), dims)
-    batch = find_batch(inputs, options.batch_axis)
+    dims, sums = bind(model, options.shapes)
+    inputs = Contract(contract_inputs(model, dims), (), dims, sums=sums or UNSET)
+    states, lacking = _states(model, inputs, options)
+    if states and options.batch_axis:
+        raise OptionError("--batch-axis: requests with state do not run together", "leave the option out")
+    if not states:
+        inputs = msgspec.structs.replace(inputs, batch=find_batch(inputs, options.batch_axis))
+    if options.pad:
+        check_padding(inputs, options.pad)
+    if options.split is not None:
+        check_split(inputs, options.split)
+        if options.recipe is not None:
+            raise OptionError("--split: an image is no sequence", "leave out --split or --recipe")
     check_inputs(inputs, board, options.host_memory)
     dump = dump_after(options.dump_after, model, options.dump_to or out.absolute().parent, out.stem)
-    notes = run_passes(model, SOURCE_FORM, dump)
+    notes = [*lacking, *run_passes(model, SOURCE_FORM, dump)]
     made = {value.name or "" for node in model.graph for value in node.outputs}
     notes += run_passes(model, SIMPLIFY, dump)
     forms = SourceForms(source, options.shapes, made, None if dims else static_sizes(model))
@@ -127,6 +154,7 @@ def transform(
     runtime.check_operators(model)  # those of functions too, now
     check_sizes(model, dims, board, options.host_memory)
     _check_recipe(model, dims, options)
+    _check_tokenizer(model, inputs, states, options)
     samples, sample_origin = _samples(model, inputs, options, progress)
     ranges, found, calibration = _calibrate(model, inputs, forms, out, options, runtime, scheme, progress)
     notes += found
@@ -136,13 +164,14 @@ def transform(
     properties = dict(model.metadata_props)
     _strip_metadata(model)
     recorded = options.recorded() | scheme.recorded() | calibration
-    cuts, chosen = _cut(model, forms, board, options, runtime, inputs, bool(scheme.matmul_bits), codes, pieces)
+    cuts, chosen = _cut(model, forms, board, options, runtime, inputs, states, bool(scheme.matmul_bits), codes, pieces)
     head = {"source": stamp.described(), "board": board_digest(board), "options": recorded, **tools(runtime)}
     return Work(
         name=name,
         model=model,
         dims=dims,
         inputs=inputs,
+        states=states,
         samples=samples,
         sample_origin=sample_origin,
         notes=tuple(notes),
@@ -161,7 +190,6 @@ def transform(
         head=head,
         error_limit=_error_limit(options, scheme, half),
         scheme_is_blocked=bool(scheme.matmul_bits),
-        batch=batch,
     )
 
 
@@ -177,9 +205,13 @@ def _split(
     """How operators that do not fit alone are split; nothing where all fit."""
     taken = sum(spec.max_nbytes for spec in inputs.inputs)
     given = sum(forms.sizes.get(value.name or "", 0) for value in model.graph.outputs)
-    others = memory.beside_model(board, options.slots, taken + given, taken)
+    bodies = longest_bytes(inputs, options.split)
+    slots = options.slots or memory.LEAST_SLOTS
+    others = memory.beside_model(board, slots, taken + given, bodies, memory.batch_bytes(inputs))
     if options.recipe:
         others += memory_bytes(options.recipe, inputs)
+    if options.tokenizer:
+        others += options.tokenizer.memory_bytes
 
     def lowered() -> ir.Model:
         # Without ranges nothing is quantized statically; codes of a dynamic scheme take as much.
@@ -202,8 +234,8 @@ def _calibrate(
     scheme: Scheme,
     progress: Progress,
 ) -> tuple[dict[str, Range | Unfit], list[str], dict[str, str]]:
-    """Ranges of the activations that the scheme quantizes; what a person should know of them; what identifies them."""
-    if not scheme.static:
+    """Ranges of the activations that the scheme needs; what a person should know of them; what identifies them."""
+    if not scheme.calibrated:
         return {}, [], {}
     progress.phase("calibrate")
     chosen = random_samples(model, inputs, corners(inputs.dims) * RANDOM_ROUNDS) if options.random else []
@@ -219,7 +251,8 @@ def _calibrate(
     scratch = out.with_name(f"{out.name}.calibration")
     method = options.calibrate_with
     hashed = HashedSamples(samples)
-    ranges = calibrate(model, names, hashed, method, runtime, forms.path.parent, forms.sizes, limit, scratch)
+    choose = whole_range if scheme.half else functools.partial(collect_range, method=METHODS[method])
+    ranges = calibrate(model, names, hashed, choose, runtime, forms.path.parent, forms.sizes, limit, scratch)
     notes = [f"{name!r} stays float: {found.reason}" for name, found in ranges.items() if isinstance(found, Unfit)]
     if calib is None:
         notes.append("calibrated on random values: the ranges are guesses, and accuracy on real data is unknown")
@@ -235,6 +268,7 @@ def _cut(
     options: Options,
     runtime: Backend,
     inputs: Contract,
+    states: Sequence[State],
     blocked: bool,
     codes: Mapping[str, Codes],
     pieces: Mapping[str, Piece],
@@ -245,6 +279,8 @@ def _cut(
     nbytes = {v.name or "": largest_nbytes(v, largest) or 0 for node in model.graph for v in node.outputs}
     taken = sum(spec.max_nbytes for spec in inputs.inputs)
     slot = taken + sum(nbytes.get(value.name or "", 0) for value in model.graph.outputs)
+    # Both places of a pair of state are as large as the larger, which is what a run leaves.
+    slot += sum(max(nbytes.get(each.output, 0) - inputs.input(each.input).max_nbytes, 0) for each in states)
     images = (memory_bytes(options.recipe, inputs), options.recipe.decode.max_bytes) if options.recipe else ()
     active = peak_bytes(order_of(model, {}, nbytes, [0] * len(model.graph)))
     arena = Arena(active, active, 1, ())
@@ -253,8 +289,15 @@ def _cut(
     def judge(ends: Sequence[int]) -> Outcome:
         weights = [runtime.weight_footprint(model, largest, *part) for part in itertools.pairwise((0, *ends))]
         crossing = max((at_cuts[end - 1] for end in ends[:-1]), default=0)
-        needs = memory.Footprint(weights, 0, slot, taken, *images, crossing=crossing)
-        return Outcome.of(memory.choose(board, arena, needs, options.slots, options.residency, blocked)[1])
+        bodies = longest_bytes(inputs, options.split)
+        needs = memory.Footprint(
+            weights, 0, slot, bodies, *images,
+            crossing=crossing,
+            batch=memory.batch_bytes(inputs),
+            tokenizer=options.tokenizer.memory_bytes if options.tokenizer else 0,
+        )  # fmt: skip
+        slots = options.slots or memory.LEAST_SLOTS
+        return Outcome.of(memory.choose(board, arena, needs, slots, options.residency, blocked)[1])
 
     whole = [len(model.graph)]
     if total <= limit and not options.wishes.recorded() and not judge(whole).excess:
@@ -299,6 +342,26 @@ def _check_recipe(model: ir.Model, dims: dict[str, DimRange], options: Options) 
     read_labels(options.recipe, contract, read)
 
 
+def _states(model: ir.Model, inputs: Contract, options: Options) -> tuple[tuple[State, ...], list[str]]:
+    """What one run leaves to the next, and what looks like it and is not."""
+    if options.split is not None:
+        return (), []
+    pairs = pairs_of(model, options.states)
+    # An output whose type is not known yet is none that an exporter of caches made.
+    if any(value.dtype is None for value in model.graph.outputs) or not pairs:
+        return (), []
+    outputs = contract_outputs(model, inputs.dims, {value.name or "": 0 for value in model.graph.outputs})
+    return find_states(pairs, inputs.inputs, outputs, inputs.dims, options.states)
+
+
+def _check_tokenizer(model: ir.Model, inputs: Contract, states: Sequence[State], options: Options) -> None:
+    """Whether the model generates text, and the tokenizer is its own, before any work is done."""
+    if options.tokenizer is not None:
+        nothing = {value.name or "": 0 for value in model.graph.outputs}
+        contract = build_contract(model, inputs.dims, nothing, states=states, sums=inputs.sums or ())
+        check_tokenizer(options.tokenizer, contract)
+
+
 def _samples(model: ir.Model, contract: Contract, options: Options, progress: Progress) -> tuple[list[Sample], str]:
     if options.calib is not None:
         readers = readers_of(options.recipe)
@@ -321,7 +384,7 @@ def _error_limit(options: Options, scheme: Scheme, half: bool) -> float | None:
     quantizes = scheme.matmul_bits or scheme.conv_bits or scheme.dynamic or scheme.static
     if options.max_error is not None or quantizes:
         return options.max_error
-    return HALF_LIMIT if half else FLOAT_LIMIT
+    return HALF_LIMIT if half or scheme.half else FLOAT_LIMIT
 
 
 def _model_name(text: str) -> str:

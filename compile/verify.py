@@ -144,14 +144,12 @@ def verify_rows(
     """
     half = len(next(iter(rows.values()))) // 2
     parts = (slice(None), slice(half), slice(half, None))
-    for index, name in itertools.product(range(len(parts)), rows):
-        cache.put(_SOURCE, name, index, np.asarray(rows[name][parts[index]]))
-    _run_source(source, set(results), len(parts), cache)
+    made = run_chain(source, [{name: rows[name][part] for name in rows} for part in parts], results, cache)
     for name in results:
-        together = cache.get(_SOURCE, name, 0)
+        together = made(name, 0)
         comparison = Comparison(name)
         for index in (1, 2):
-            apart = cache.get(_SOURCE, name, index)
+            apart = made(name, index)
             if together.shape != (2 * half, *apart.shape[1:]) or apart.shape[:1] != (half,):
                 raise VerificationError(
                     f"output {name!r} is {list(together.shape)} for {2 * half} rows together, {list(apart.shape)} for "
@@ -166,6 +164,18 @@ def verify_rows(
 
 
 _SOURCE, _COMPILED = "source", "compiled"
+
+
+def run_chain(
+    chain: Sequence[Link], samples: Sequence[Sample], results: Sequence[str], cache: ActivationCache
+) -> Callable[[str, int], npt.NDArray[Any]]:
+    """Run every sample through the chain, link by link; what comes back reads an output in `results` by its name and
+    the sample's number, until the next chain is run."""
+    for index, sample in enumerate(samples):
+        for name, array in sample.items():
+            cache.put(_SOURCE, name, index, np.asarray(array))
+    _run_source(chain, set(results), len(samples), cache)
+    return lambda name, index: cache.get(_SOURCE, name, index)
 
 
 def _last_readers(chain: Sequence[Link]) -> dict[str, int]:

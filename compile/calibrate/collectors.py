@@ -177,20 +177,28 @@ DEFAULT_METHOD = "percentile"
 
 def collect_range(collector: Collector, method: Method) -> Range | Unfit:
     """The range that the method chooses, or why the tensor must stay float."""
+    seen = whole_range(collector)
+    if isinstance(seen, Unfit):
+        return seen
+    if collector.low == collector.high:
+        return Unfit("constant in calibration")
+    histogram = collector.histogram()
+    chosen = method(histogram, seen)
+    lost = _lost(histogram, chosen)
+    if lost > MOST_LOST:
+        return Unfit("a few values so large that 8 bits hold no others")
+    return chosen
+
+
+def whole_range(collector: Collector) -> Range | Unfit:
+    """Zero and all that was seen, or why that says nothing: what a floating-point type must hold."""
     if collector.nan:
         return Unfit("NaN in calibration")
     if collector.masks:
         return Unfit(f"infinite or beyond {LARGEST:g} in calibration, as masks are")
     if not collector.count:
         return Unfit("empty in every calibration sample")
-    if collector.low == collector.high:
-        return Unfit("constant in calibration")
-    histogram = collector.histogram()
-    chosen = method(histogram, Range(min(0.0, collector.low), max(0.0, collector.high)))
-    lost = _lost(histogram, chosen)
-    if lost > MOST_LOST:
-        return Unfit("a few values so large that 8 bits hold no others")
-    return chosen
+    return Range(min(0.0, collector.low), max(0.0, collector.high))
 
 
 def _lost(histogram: Histogram, chosen: Range) -> float:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from compile.activations import ActivationCache
 from compile.backends.base import Backend, Model
 from compile.bounded import BoundedModel
 from compile.calibrate.collect import Samples, Stage, collect
-from compile.calibrate.collectors import METHODS, Range, Unfit, collect_range
+from compile.calibrate.collectors import Collector, Range, Unfit
 from compile.graph import ir
 from compile.partition.graph import Cut, extract, positions, segments
 from compile.partition.greedy import cut
@@ -22,14 +22,14 @@ def calibrate(
     model: ir.Model,
     names: Sequence[str],
     samples: Samples,
-    method: str,
+    choose: Callable[[Collector], Range | Unfit],
     runtime: Backend,
     folder: Path,
     sizes: Mapping[str, int],
     limit: int,
     scratch: Path,
 ) -> dict[str, Range | Unfit]:
-    """A range for each of `names`, by one of METHODS, or why there is none.
+    """A range for each of `names`, chosen from what was seen of it, or why there is none.
 
     `folder` holds the model's external data; `sizes` are bytes of its values at the largest shapes; a segment's weights
     and a group's values take up to `limit` bytes each. `scratch` is made, where a model has several segments, and
@@ -42,7 +42,7 @@ def calibrate(
     with _folder(scratch, len(stages) > 1) as where:
         cache = ActivationCache(where, shutil.disk_usage(where).free // 2)
         collectors = collect(stages, samples, inputs, cache, limit)
-    return {name: collect_range(collectors[name], METHODS[method]) for name in names}
+    return {name: choose(collectors[name]) for name in names}
 
 
 def _stage(

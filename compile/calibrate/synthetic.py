@@ -31,6 +31,15 @@ def random_samples(model: ir.Model, contract: Contract, corners: tuple[str, ...]
     return samples
 
 
+def unmasked_sample(model: ir.Model, contract: Contract, sizes: Mapping[str, int]) -> Sample:
+    """A random sample with dimensions of these sizes, in which masks and flags are 1: all of it counts."""
+    dims = {**contract.dims, **{name: DimRange(size, size, size) for name, size in sizes.items()}}
+    sample = random_samples(model, Contract(contract.inputs, (), dims), ("opt",))[0]
+    tables = indexed_rows(model)
+    flags = [name for name, array in sample.items() if array.dtype.kind in "iub" and name not in tables]
+    return {**sample, **{name: np.ones_like(sample[name]) for name in flags}}
+
+
 def largest_sample(model: ir.Model, contract: Contract, samples: Sequence[Sample]) -> Sample:
     """A random sample at the upper ends of all ranges; inputs whose values decide shapes are as in the first given
     sample that has them at full size."""

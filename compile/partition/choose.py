@@ -14,7 +14,7 @@ from compile.partition.graph import order_of
 from compile.partition.tables import Order, legal_ends, tables
 from compile.partition.work import work_ns
 from targets.board import Board
-from targets.budget import MemoryPlan, budget_bytes
+from targets.budget import RING, MemoryPlan, budget_bytes
 from targets.errors import BudgetError, did_you_mean
 from targets.tensor import human
 
@@ -72,7 +72,7 @@ class Outcome:
         if plan.sweep is None:
             return cls(excess)
         sizes, streamed = plan.sweep.segment_bytes, plan.sweep.streamed
-        by_cuts = ("mapped_weights", "activations")
+        by_cuts = ("mapped_weights", RING, "activations")
         others = sum(term.nbytes for term in plan.phase("run").terms if term.name not in by_cuts)
         read = tuple(nbytes if at in streamed else 0 for at, nbytes in enumerate(sizes))
         return cls(excess, read, plan.budget_bytes - others, sum(sizes))

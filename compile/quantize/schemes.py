@@ -15,7 +15,8 @@ class Scheme:
     """`matmul_bits`/`block`/`zero_point`: block-quantized matrices and tables, weights only; block and zero point are
     what it does unless asked otherwise. `dynamic`: INT8 matrices whose activations are quantized as they come.
     `conv_bits`: convolution weights, per output channel. `static`: INT8 weights and activations, whose ranges are
-    found by calibration; `largest_code` of its weights."""
+    found by calibration; `largest_code` of its weights. `half`: FP16 where
+    calibration shows that it holds every value."""
 
     name: str
     summary: str
@@ -25,8 +26,14 @@ class Scheme:
     dynamic: bool = False
     conv_bits: int = 0
     static: bool = False
+    half: bool = False
     largest_code: int = 127
     needs: tuple[DType, ...] = ()
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs the ranges of activations."""
+        return self.static or self.half
 
     def recorded(self) -> dict[str, str]:
         """What was chosen of its blocks, as the manifest keeps it; nothing where it has none."""
@@ -37,6 +44,12 @@ SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
         Scheme("fp32", "weights as they are"),
+        Scheme(
+            "fp16",
+            "FP16 where calibration shows that it holds every value, for boards that compute in it",
+            half=True,
+            needs=(DType.FLOAT16,),
+        ),
         Scheme(
             "int8-dynamic",
             "INT8 matrices, activations quantized as they come: fastest where many rows pass",
@@ -87,9 +100,9 @@ def choose_scheme(name: str, board: Board, block: int | None = None, symmetric: 
     if name not in SCHEMES:
         raise OptionError(f"unknown scheme {name!r}", did_you_mean(name, SCHEMES))
     scheme = SCHEMES[name]
-    missing = [dtype.value for dtype in scheme.needs if dtype not in board.runtime.dtypes]
+    missing = _missing(scheme, board)
     if missing:
-        legal = [s.name for s in SCHEMES.values() if all(dtype in board.runtime.dtypes for dtype in s.needs)]
+        legal = [each.name for each in SCHEMES.values() if not _missing(each, board)]
         raise OptionError(
             f"scheme {name!r} needs {' and '.join(missing)}, which {board.name} ({board.runtime.name} "
             f"{board.runtime.version}) cannot execute",
@@ -97,6 +110,13 @@ def choose_scheme(name: str, board: Board, block: int | None = None, symmetric: 
         )
     scheme = _with_blocks(scheme, block, symmetric)
     return dataclasses.replace(scheme, largest_code=CODE_THAT_FITS) if board.arch == SATURATING else scheme
+
+
+def _missing(scheme: Scheme, board: Board) -> list[str]:
+    """Types that the board would have to compute with."""
+    # A runtime may take FP16 and compute in FP32: that would cost Casts and win nothing.
+    halves = (DType.FLOAT16,) if scheme.half and DType.FLOAT16.value not in board.compute else ()
+    return [dtype.value for dtype in scheme.needs if dtype not in board.runtime.dtypes or dtype in halves]
 
 
 def _with_blocks(scheme: Scheme, block: int | None, symmetric: bool | None) -> Scheme:

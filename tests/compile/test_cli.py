@@ -87,6 +87,11 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
         ["--target", BOARD, "--shape", "x=1,64", "--residency", "map"],
         "unknown residency 'map'.*did you mean 'mapped'",
     ),
+    "too many slots": (["--target", BOARD, "--shape", "x=1,64", "--slots", "257"], "257 is neither auto nor a number"),
+    "no number of slots": (
+        ["--target", BOARD, "--shape", "x=1,64", "--slots", "-1"],
+        "-1 is neither auto nor a number",
+    ),
     "too large an error": (
         ["--target", BOARD, "--shape", "x=1,64", "--scheme", "int4", "--max-error", "1e-6"],
         "relative L2 .* limit 1e-06",

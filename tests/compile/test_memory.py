@@ -205,11 +205,13 @@ def test_weights_move_out_of_memory_as_the_budget_shrinks(
     assert mapped is not None
     assert weights.nbytes == (1200 * MIB if HEAP in expected else 0)
     # Two streamed segments are there at a time, and all that stay; as the heap has it, all is there but the copies.
-    there = min(expected.count(STREAMED), 2) + expected.count(MAPPED) + expected.count(UNPACKED)
-    assert mapped.nbytes == (40 * MIB if HEAP in expected else there * 310 * MIB)
+    staying = expected.count(MAPPED) + expected.count(UNPACKED)
+    assert mapped.nbytes == (40 * MIB if HEAP in expected else staying * 310 * MIB)
+    assert run.nbytes("ring") == min(expected.count(STREAMED), 2) * 310 * MIB
     assert (made.sweep is None) == (STREAMED not in expected)
     if made.sweep:
-        assert made.sweep.pass_bytes == expected.count(STREAMED) * 310 * MIB
+        # Of three, one has a place for itself.
+        assert made.sweep.pass_bytes == {2: 0, 3: 2, 4: 4}[expected.count(STREAMED)] * 310 * MIB
         assert made.sweep.lru_bytes in (0, 4 * 310 * MIB)
 
 
@@ -229,6 +231,51 @@ def test_requests_that_share_a_pass_wait_at_a_cut(residency: Residency, slots: i
     needs = Footprint(SEGMENTS, workspace=MIB, slot=MIB, inputs=MIB, crossing=3 * MIB)
     run = plan(board_of(1400 * MIB), ARENA, needs, slots, (residency,) * 4).phase("run")
     assert run.term("waiting") == (None if expected is None else Term("waiting", "anonymous", expected))
+
+
+@pytest.mark.parametrize("residency", [HEAP, MAPPED, STREAMED])
+def test_requests_that_are_put_together_are_copied_once(residency: Residency) -> None:
+    needs = Footprint(SEGMENTS, workspace=MIB, slot=MIB, inputs=MIB, batch=3 * MIB)
+    made = [plan(board_of(1400 * MIB), ARENA, needs, slots, (residency,) * 4).phase("run") for slots in (1, 2, 8)]
+    assert [run.nbytes("batch") for run in made] == [0, 3 * MIB, 3 * MIB]
+
+
+KIB = 1 << 10
+
+
+@pytest.mark.parametrize(
+    ("slot", "slots"),
+    [(1 * KIB, 32), (128 * KIB, 32), (1 * MIB, 14), (2 * MIB, 7), (16 * MIB, 2)],
+    ids=str,
+)
+def test_slots_are_as_many_as_are_a_small_matter(slot: int, slots: int) -> None:
+    """A slot and two copies of its body, whose inputs are half of it; once more the inputs for batches. 3 % of the
+    budget, between 2 and 32; a number that is given is taken."""
+    board = board_of(1000 * MIB)
+    needs = Footprint(SEGMENTS[:1], workspace=MIB, slot=slot, inputs=slot // 2, batch=slot // 2)
+    _, made = choose(board, ARENA, needs, None, None, quantized=False)
+    assert made.slots == slots
+    run = made.phase("run")
+    spent = sum(run.nbytes(name) for name in ("io_slots", "bodies", "batch"))
+    assert spent == slots * 2 * slot + slot // 2
+    assert slots == 2 or spent <= 0.03 * made.budget_bytes
+    assert slots == 32 or spent + 2 * slot > 0.03 * made.budget_bytes
+    assert choose(board, ARENA, needs, 7, None, quantized=False)[1].slots == 7
+
+
+def test_slots_never_change_where_weights_are() -> None:
+    """Step by step to boards that have no room for more slots than the least on top of the model."""
+    needs, seen = Footprint(SEGMENTS, workspace=MIB, slot=MIB, inputs=MIB // 2, batch=MIB // 2), set()
+    for megabytes in range(700, 2300, 10):
+        least, few = choose(board_of(megabytes * MIB), ARENA, needs, 2, None, quantized=True)
+        found, made = choose(board_of(megabytes * MIB), ARENA, needs, None, None, quantized=True)
+        assert found == least
+        assert made.slots >= few.slots == 2
+        fits = all(phase.total_bytes <= few.budget_bytes for phase in few.phases)
+        assert not fits or all(phase.total_bytes <= made.budget_bytes for phase in made.phases)
+        seen.add((least[0], made.slots > 2))
+    assert {residency for residency, _ in seen} == {HEAP, MAPPED, STREAMED}
+    assert {more for _, more in seen} == {True, False}
 
 
 def test_what_is_streamed_is_as_little_as_fits_and_far_apart() -> None:

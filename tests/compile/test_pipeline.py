@@ -11,20 +11,24 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from rich.console import Console
 
 from bench.models import fetch
 from compile.__main__ import main
-from compile.errors import OptionError
+from compile.errors import OptionError, VerificationError
 from compile.forms import NORMALIZE
 from compile.options import Options
 from compile.passes.fold import FoldConstants
 from compile.pipeline import compile_model
+from compile.report import print_report
 from compile.shapes import parse_shape
+from compile.windows import parse_split
 from targets.board import load_board
 from targets.budget import check_plan
-from targets.bundle import MANIFEST, dumps, read_manifest, verify_files
+from targets.bundle import MANIFEST, Manifest, dumps, read_manifest, verify_files
 from targets.errors import BudgetError
-from targets.tensor import DimRange
+from targets.tensor import DimRange, Padding
+from targets.windows import Split
 from tests.support.models import SCHEME_NAMES, external, init, model, node, normal, save, value
 
 BOARD = load_board("x86-64-dev")
@@ -167,6 +171,69 @@ def test_the_batch_is_what_rows_prove_to_be(tmp_path: Path, case: str, scheme: s
     else:
         assert compile_model(path, BOARD, tmp_path / "named.tfb", named).contract == manifest.contract
         assert manifest.contract.outputs[0].shape == ("n", 48)
+
+
+def test_long_sequences_are_split_as_far_as_windows_prove_to_join(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A convolution sees two positions to each side, and every second of them answers; a maximum sees all."""
+    nodes = [
+        node("Conv", ["x", "w"], ["y"], pads=[2, 2], strides=[2]),
+        node("ReduceMax", ["y"], ["m"], axes=[2], keepdims=0),
+    ]
+    weights = [init("w", normal(3, 2, 5))]
+    proto = model(nodes, [value("x", [1, 2, "t"])], [value("y", [1, 3, None]), value("m", [1, 3])], weights, opset=13)
+    path, shapes = save(tmp_path, proto), (parse_shape("t=1..32"),)
+
+    def compiled(split: str, max_error: float | None = None) -> Manifest:
+        wanted = Options("fp32", shapes, split=parse_split(split), overwrite=True, max_error=max_error)
+        return compile_model(path, BOARD, tmp_path / "out.tfb", wanted)
+
+    manifest = compiled("t=200/8")
+    contract, split = manifest.contract, manifest.contract.split
+    assert isinstance(split, Split)
+    assert (split.dim, split.window, split.overlap, split.longest) == ("t", 32, 8, 200)
+    assert [(join.axis, join.made, join.of) for join in split.joins] == [(2, 1, 2), (None, 1, 1)]
+    assert [(join.error or 0) < 1e-5 for join in split.joins] == [True, False]
+    assert contract.whole.dims["t"].max == 200
+    assert [spec.max_nbytes for spec in contract.whole.inputs] == [2 * 200 * 4]
+    assert [spec.max_nbytes for spec in contract.whole.outputs] == [3 * 100 * 4, 3 * 4]
+    run = manifest.plan.phase("run")
+    assert run.nbytes("bodies") == manifest.plan.slots * 2 * (2 * 200 * 4)
+    assert run.nbytes("answers") == manifest.plan.slots * (3 * 100 * 4 + 3 * 2 * 8)
+    print_report(manifest, Console())
+    assert "t up to 200 in windows of 32 that share 8" in capsys.readouterr().out
+
+    with pytest.raises(
+        VerificationError, match=r"--split t=200/2: output 'y' of windows differs from that of the whole"
+    ):
+        compiled("t=200/2", max_error=1e-2)
+    with pytest.raises(
+        OptionError, match="windows of 32 that share 7 do not join: outputs have one position for every 2"
+    ):
+        compiled("t=200/7")
+
+
+@pytest.mark.usefixtures("unobserved")
+def test_padding_is_what_a_mask_proves_to_be(tmp_path: Path) -> None:
+    masked = [node("Mul", ["x", "mask"], ["y"]), node("ReduceMean", ["y"], ["m"], axes=[1], keepdims=0)]
+    summed = [*masked[:1], node("ReduceL1", ["y"], ["m"], axes=[1], keepdims=0)]
+    inputs = [value("x", ["n", "t"]), value("mask", ["n", "t"])]
+    outputs = [value("y", ["n", "t"]), value("m", ["n"])]
+
+    def compiled(nodes: list[onnx.NodeProto], shape: str) -> Manifest:
+        source = save(tmp_path, model(nodes, inputs, outputs))
+        options = Options("fp32", tuple(map(parse_shape, shape.split())), pad="t", overwrite=True)
+        return compile_model(source, BOARD, tmp_path / "out.tfb", options)
+
+    manifest = compiled(summed, "n=1..4 t=1..16")
+    assert (manifest.contract.batch, manifest.contract.pad) == ("n", Padding("t", (1, None)))
+    with pytest.raises(
+        OptionError, match=r"--pad: 4 positions .* filled up to 16: output 'm' differs by a relative L2"
+    ):
+        compiled(masked, "n=1..4 t=3/16")
+    with pytest.raises(OptionError, match="--pad: padding is for requests that run together"):
+        compiled(masked, "n=1 t=1..16")
 
 
 def test_passes_print_as_they_would_be_written() -> None:

@@ -13,7 +13,7 @@ import pytest
 from compile.backends.ort_footprint import weight_footprint
 from compile.graph import load_model
 from compile.quantize.schemes import SCHEMES, Scheme
-from tests.support.models import emit, init, model, node, normal, save, value
+from tests.support.models import SCHEME_NAMES, emit, init, model, node, normal, save, value
 
 MEASURE = """
 import gc, json, sys
@@ -62,7 +62,9 @@ OTHER_BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES.values(), *OTHER_BLOCKS], ids=lambda each: f"{each.name}-{each.block}")
+@pytest.mark.parametrize(
+    "scheme", [*(SCHEMES[name] for name in SCHEME_NAMES), *OTHER_BLOCKS], ids=lambda each: f"{each.name}-{each.block}"
+)
 def test_the_heap_of_a_loaded_model_is_predicted(tmp_path: Path, scheme: Scheme) -> None:
     settings = {
         "session.use_device_allocator_for_initializers": "1",

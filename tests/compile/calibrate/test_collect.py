@@ -21,7 +21,7 @@ from compile.calibrate.samples import Sample
 from compile.errors import VerificationError
 from compile.graph import ir
 from compile.partition.graph import static_sizes
-from tests.support.models import Array, init, model, node, normal, prepared, save, value
+from tests.support.models import MINMAX, Array, init, model, node, normal, prepared, save, value
 
 sizes = st.dictionaries(st.text(max_size=3), st.one_of(st.none(), st.integers(0, 100)))
 
@@ -64,7 +64,7 @@ def test_segments_and_groups_do_not_change_the_ranges(tmp_path: Path, limit: int
     samples = [{"v0": normal(4, 64, seed=s)} for s in range(3)]
     runtime: Any = Watched()
     scratch = tmp_path / "scratch"
-    found = calibrate(graph, names, lambda: samples, "minmax", runtime, tmp_path, static_sizes(graph), limit, scratch)
+    found = calibrate(graph, names, lambda: samples, MINMAX, runtime, tmp_path, static_sizes(graph), limit, scratch)
     assert runtime.loads == loads
     assert runtime.most <= limit
     assert not scratch.exists()
@@ -83,7 +83,7 @@ def test_what_a_killed_run_left_is_no_obstacle(tmp_path: Path) -> None:
     scratch.mkdir()
     (scratch / "000000.bin").write_bytes(b"old")
     samples = [{"v0": normal(4, 64)}]
-    calibrate(graph, ["v4"], lambda: samples, "minmax", ort, tmp_path, static_sizes(graph), 20_000, scratch)
+    calibrate(graph, ["v4"], lambda: samples, MINMAX, ort, tmp_path, static_sizes(graph), 20_000, scratch)
     assert not scratch.exists()
 
 

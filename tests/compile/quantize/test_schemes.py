@@ -17,7 +17,7 @@ from compile.quantize.blockwise import BlockFormat, dequantize_rows, quantize_ma
 from compile.quantize.schemes import BLOCKS, SCHEMES, Scheme, choose_scheme
 from targets.board import load_board
 from targets.tensor import DType
-from tests.support.models import Array, emit, init, model, node, normal, relative, run, save, value
+from tests.support.models import SCHEME_NAMES, Array, emit, init, model, node, normal, relative, run, save, value
 
 BOARD = load_board("x86-64-dev")
 BLOCKED = tuple(name for name, scheme in SCHEMES.items() if scheme.block)
@@ -42,13 +42,14 @@ def test_schemes_keep_their_own_blocks_unless_asked() -> None:
         "int8-weights": {"block": "64", "symmetric": "true"},
         "int4": {"block": "32", "symmetric": "false"},
     }
-    for name, scheme in SCHEMES.items():
+    for name in SCHEME_NAMES:
+        scheme = SCHEMES[name]
         chosen = choose_scheme(name, BOARD)
         assert dataclasses.replace(chosen, largest_code=scheme.largest_code) == scheme
         assert chosen.recorded().keys() == ({"block", "symmetric"} if name in BLOCKED else set())
 
 
-@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name not in BLOCKED])
+@pytest.mark.parametrize("scheme", [name for name in SCHEME_NAMES if name not in BLOCKED])
 @pytest.mark.parametrize(
     ("block", "symmetric", "words"),
     [
@@ -76,6 +77,14 @@ def test_a_board_without_the_type_comes_first() -> None:
     board = msgspec.structs.replace(BOARD, runtime=msgspec.structs.replace(BOARD.runtime, dtypes=dtypes))
     with pytest.raises(OptionError, match=r"scheme 'int4' needs int4, .* cannot execute"):
         choose_scheme("int4", board, 33)
+
+
+@pytest.mark.parametrize("board", ["raspberry-pi-5-4gb", "x86-64-dev"])
+def test_fp16_is_for_boards_that_compute_in_it(board: str) -> None:
+    """onnxruntime takes FP16 there, and computes in FP32."""
+    assert choose_scheme("fp16", load_board("jetson-orin-nano-4gb")).half
+    with pytest.raises(OptionError, match=rf"needs float16, which {board} .* \(available there: fp32, int8-dynamic"):
+        choose_scheme("fp16", load_board(board))
 
 
 # -- what is computed with them ------------------------------------------------------------------------------------
