@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,7 +17,8 @@ except ModuleNotFoundError as error:
     sys.exit(2)
 
 from agent import finalise as finalising
-from agent.config import EngineOptions, Memory, load_config
+from agent.config import Config, EngineOptions, Memory, load_config
+from agent.generation.tokenizer import load_text
 from agent.images import load_images
 from agent.load.command import EXAMPLES, bench
 from agent.models import Model, machine_budget, open_model
@@ -65,21 +66,22 @@ def serve(
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error [info].")] = None,
 ) -> None:
     """Verify a bundle, load it and answer requests until SIGTERM."""
-    settings = load_config(
-        config,
-        {
-            "": {"bundle": str(bundle) if bundle else None},
-            "http": {"host": host, "port": port, "allow_insecure_network": allow_insecure_network or None},
-            "engine": {
-                "threads": threads,
-                "residency": residency.value if residency else None,
-                "cache": str(cache) if cache else None,
-                "finalise_on_start": finalise_on_start or None,
-            },
-            "log": {"level": log_level},
+    flags: dict[str, dict[str, Any]] = {
+        "": {"bundle": str(bundle) if bundle else None},
+        "http": {"host": host, "port": port, "allow_insecure_network": allow_insecure_network or None},
+        "engine": {
+            "threads": threads,
+            "residency": residency.value if residency else None,
+            "cache": str(cache) if cache else None,
+            "finalise_on_start": finalise_on_start or None,
         },
-    )
-    agent_app.serve(settings, _say)
+        "log": {"level": log_level},
+    }
+
+    def read() -> Config:
+        return load_config(config, flags)
+
+    agent_app.serve(read(), read, _say)
 
 
 @cli.command(
@@ -159,6 +161,7 @@ def check(
     budget = machine_budget(os_reserve_mib)
     model = open_model(bundle, budget)
     load_images(model)
+    load_text(model)
     _say(_summary(model, budget))
 
 

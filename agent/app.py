@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ from typing import Any
 import uvloop
 
 from agent import finalise, log, systemd
-from agent.config import Config
+from agent.config import Config, ModelOptions
 from agent.gateway import Gateway
-from agent.http.protocol import address_of, listen, runner_of
+from agent.http.ensembles import check_ensembles
+from agent.http.protocol import listen, runner_of
+from agent.http.sockets import listening, url_of
 from agent.http.v2 import V2
-from agent.images import Images, load_images
 from agent.laid_out import FinaliseError, locate
 from agent.models import Model, machine_budget, open_model
+from agent.reload import Reloads, Source
+from agent.repository import Repository
 from agent.telemetry import Telemetry
 from targets.bundle import Residency
 
@@ -29,6 +33,7 @@ from targets.bundle import Residency
 _FLUSH_S = 2.0
 # While a bundle is finalised the service manager hears of it every few seconds, and may wait this much longer.
 _FINALISE_STEP_US = 120_000_000
+SWITCH_S = 0.0005
 Announce = Callable[[str], None]
 
 
@@ -40,31 +45,47 @@ def version() -> str:
         return "0+source"
 
 
-def serve(config: Config, announce: Announce) -> None:
-    """Verify the bundle, load it, and serve until SIGTERM or SIGINT. `announce` hears the address once ready."""
+def serve(config: Config, source: Source, announce: Announce) -> None:
+    """Verify the bundles, load them, and serve until SIGTERM or SIGINT. `announce` hears the address once ready.
+
+    SIGHUP and SIGUSR1 have `source` read again, and what changed of the models activated.
+    """
     log.configure(config.log.level, config.log.format)
+    for number in (signal.SIGHUP, signal.SIGUSR1):
+        # Until there is something to reload, which would else be the end of the process.
+        signal.signal(number, signal.SIG_IGN)
+    budget = machine_budget(config.memory.os_reserve_mib)
+    models = [(options, _open(config, budget, options, config.engine.finalise_on_start)) for options in config.served]
+    # How long a thread that computes in Python (one verifies bundles, two parse JSON) may keep the interpreter from the
+    # loop, each time that the loop wakes; a request wakes it several times.
+    sys.setswitchinterval(SWITCH_S)
+    uvloop.run(_serve(config, source, budget, models, announce))
+
+
+def _open(config: Config, budget: int, options: ModelOptions, may_finalise: bool) -> Model:
+    """Verify one bundle and find what was made of it. Raises TightfitError."""
     chosen = None if config.engine.residency == "plan" else Residency(config.engine.residency)
-    model = open_model(Path(config.bundle), machine_budget(config.memory.os_reserve_mib), chosen)
+    model = open_model(Path(options.bundle), budget, chosen)
     if not model.planned:
         planned = sorted({segment.residency.value for segment in model.manifest.segments})
         log.get("gateway").warning(
             "the plan was made for another residency: it says nothing of the memory that this one takes",
-            chosen=config.engine.residency, planned=",".join(planned),
+            model=model.name, chosen=config.engine.residency, planned=",".join(planned),
         )  # fmt: skip
     if Residency.UNPACKED in model.residencies and model.manifest.quantization.quantized:
         log.get("gateway").warning("unpacked is for float weights: quantized ones may run many times slower")
     if model.to_lay_out:
-        model = dataclasses.replace(model, finalised=_laid_out(config, model))
-    uvloop.run(_serve(config, model, load_images(model), announce))
+        model = dataclasses.replace(model, finalised=_laid_out(config, model, may_finalise))
+    return model
 
 
-def _laid_out(config: Config, model: Model) -> Path:
-    """The folder with the model's laid-out segments, made now if the configuration says so."""
+def _laid_out(config: Config, model: Model, may_finalise: bool) -> Path:
+    """The folder with the model's laid-out segments, made now if it may be."""
     cache = Path(config.engine.cache) if config.engine.cache else None
     try:
         return locate(model, cache)
     except FinaliseError:
-        if not config.engine.finalise_on_start:
+        if not may_finalise:
             raise
 
     def progress(line: str) -> None:
@@ -74,18 +95,27 @@ def _laid_out(config: Config, model: Model) -> Path:
     return finalise.build(model, cache, config.engine.intra_op_threads, progress).folder
 
 
-async def _serve(config: Config, model: Model, images: Images | None, announce: Announce) -> None:
+async def _serve(
+    config: Config, source: Source, budget: int, models: Sequence[tuple[ModelOptions, Model]], announce: Announce
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    gateway = Gateway(config, model, Telemetry())
+    gateway = Gateway(config, Telemetry())
+    # What is loaded later is laid out before, with `tightfit-agent finalise`: that may take longer than anyone waits.
+    repository = Repository(config, gateway, budget, lambda options: _open(config, budget, options, may_finalise=False))
+    reloads = Reloads(config, source, repository)
+    for number in (signal.SIGHUP, signal.SIGUSR1):
+        loop.add_signal_handler(number, reloads.ask)
     try:
-        if not await _unless(stop, gateway.start()):
-            return
-        await _listen(config, gateway, images, announce, stop)
+        if await _unless(stop, repository.start(models)):
+            check_ensembles(config.ensembles, repository)
+            await _listen(config, gateway, repository, reloads, announce, stop)
     finally:
-        await gateway.close()
+        await reloads.close()
+        gateway.close()
+        await repository.close()
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
@@ -104,25 +134,33 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
 
 
 async def _listen(
-    config: Config, gateway: Gateway, images: Images | None, announce: Announce, stop: asyncio.Event
+    config: Config, gateway: Gateway, repository: Repository, reloads: Reloads, announce: Announce, stop: asyncio.Event
 ) -> None:
-    runner = runner_of(V2(gateway, images, config, version()).application(), _FLUSH_S)
+    api = V2(gateway, repository, config, version())
+    runner = runner_of(api.application(), _FLUSH_S)
     await runner.setup()
     try:
-        server = await listen(runner, config.http)
-        address = address_of(server)
-        logger = log.get("gateway")
-        logger.info("serving", model=gateway.model.name, version=gateway.model.version, address=address)
-        announce(f"serving {gateway.model.name} at {address}")
-        systemd.notify("READY=1")
-        lost = await _unless(stop, gateway.given_up.wait())
-        systemd.notify("STOPPING=1")
-        logger.info("stopping: no new requests, what was accepted is answered first")
-        server.close()
-        await gateway.drain()
+        with listening(config.http) as listeners:
+            servers = [await listen(runner, api.lane, config.http, listener) for listener in listeners]
+            addresses = [url_of(listener) for listener in listeners]
+            logger = log.get("gateway")
+            names = ",".join(entry.name for entry in repository.entries)
+            logger.info("serving", models=names, addresses=",".join(addresses))
+            announce(f"serving {names} at {', '.join(addresses)}")
+            systemd.notify("READY=1")
+            reloads.begin()
+            # All that is there by now stays: the collector need not look through it again and again.
+            gc.collect()
+            gc.freeze()
+            lost = await _unless(stop, gateway.given_up.wait())
+            systemd.notify("STOPPING=1")
+            logger.info("stopping: no new requests, what was accepted is answered first")
+            for server in servers:
+                server.close()
+            await gateway.drain()
     finally:
         await runner.cleanup()
     if lost:
-        logger.error("the engine died too often to be started again; the agent ends")
+        logger.error("every engine died too often to be started again; the agent ends")
         # Not that of a bad bundle or configuration: the service manager is to start the agent again.
         sys.exit(1)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from agent.external_data import outside
 from targets.board import MIB, board_names, load_board
-from targets.budget import FINALISE, Phase, budget_bytes
+from targets.budget import ANSWERS, BATCH, FINALISE, TOKENIZER, Phase, budget_bytes
 from targets.bundle import Manifest, Residency, safe_path
 from targets.errors import BudgetError
+from targets.generation import tokenizer_bytes
 from targets.recipe import memory_bytes
 from targets.tensor import Contract, DType, TensorSpec, human, nbytes
 
@@ -90,16 +91,25 @@ def _check_residencies(manifest: Manifest) -> None:
 
 
 def _check_requests(manifest: Manifest) -> None:
-    """Slots, images, and the bodies that are read."""
+    """Slots, images, the bodies that are read, and the inputs of requests that are put together."""
     plan, contract, recipe = manifest.plan, manifest.contract, manifest.recipe
     run = plan.phase("run")
     taken = sum(spec.max_nbytes for spec in contract.inputs)
-    given = sum(spec.max_nbytes for spec in contract.outputs)
-    body = max(taken, recipe.decode.max_bytes if recipe else 0)
-    _check_counted(run, "io_slots", plan.slots * (taken + given), f"its {plan.slots} slots")
+    places = sum(map(sum, contract.places))
+    longest = sum(spec.max_nbytes for spec in contract.whole.inputs)
+    body = max(longest, recipe.decode.max_bytes if recipe else 0)
+    _check_counted(run, "io_slots", plan.slots * places, f"its {plan.slots} slots")
     if recipe:
         _check_counted(run, "recipe", memory_bytes(recipe, contract), "images")
     _check_counted(run, "bodies", plan.slots * body * BODY_COPIES, "bodies of requests")
+    if manifest.generation:
+        sizes = [entry.nbytes for entry in manifest.files if entry.path == manifest.generation.tokenizer]
+        for phase in (plan.phase("load"), run):
+            _check_counted(phase, TOKENIZER, tokenizer_bytes(sum(sizes)), "the tokenizer")
+    if contract.split:
+        _check_counted(run, ANSWERS, plan.slots * contract.answer_bytes, "answers that are put together of windows")
+    if contract.batch_rows and plan.slots > 1:
+        _check_counted(run, BATCH, taken, "requests that are put together")
 
 
 def check_weights(folder: Path, manifest: Manifest) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from agent.errors import ConfigError
+from targets.bundle import NAME
 from targets.errors import did_you_mean
 
 if sys.version_info >= (3, 11):
@@ -22,20 +23,45 @@ else:
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Positive = Annotated[int, Meta(ge=1, le=1 << 31)]
+Bound = Annotated[int, Meta(ge=0, le=1 << 31)]
+Priority = Annotated[int, Meta(ge=1, le=255)]
+
+Address = tuple[str, int] | Path
+
+DEFAULT_PRIORITY = 128
+MAX_PORT = 65_535
 
 # A configuration is a page of text.
 MAX_CONFIG_BYTES = 1 << 20
 
 
+def _address(text: str) -> Address:
+    if text.startswith("unix:/"):
+        return Path(text.removeprefix("unix:"))
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:/\s]+)):(\d{1,5})", text, re.ASCII)
+    if found is None or int(found[3]) > MAX_PORT:
+        raise ValueError(f"{text!r} is no address to listen on: HOST:PORT, [IPV6]:PORT or unix:/PATH")
+    return found[1] or found[2], int(found[3])
+
+
 class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where to listen and what one client may use.
+
+    `listen` names addresses in place of `host` and `port`: "127.0.0.1:8080", "[::1]:8080", "unix:/run/agent.sock"; the
+    file of a Unix socket has `unix_mode`. After `tcp_keepalive_s` of silence TCP asks whether the peer is still there,
+    and after as long again without an answer the connection is closed. A client that sends FIN behind a request has
+    left, unless that request says `Connection: close`: then it waits for the answer. With `half_close` it always does.
 
     `body_bytes` caps what the bundle's contract already implies; it holds before and after decompression. `send_s` is
     how long a large answer may take to leave: it goes out of its slot, which it holds meanwhile.
     """
 
     host: str = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65_535)] = 8080
+    port: Annotated[int, Meta(ge=0, le=MAX_PORT)] = 8080
+    listen: tuple[str, ...] = ()
+    unix_mode: Annotated[int, Meta(ge=0, le=0o777)] = 0o660
+    tcp_keepalive_s: Annotated[int, Meta(ge=4, le=32_767)] = 60
+    half_close: bool = False
     allow_insecure_network: bool = False
     body_bytes: Positive = 64 << 20
     header_bytes: Annotated[int, Meta(ge=1024, le=1 << 20)] = 8190
@@ -45,19 +71,120 @@ class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     body_s: Seconds = 30.0
     send_s: Seconds = 30.0
 
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """All that is listened on: (host, port), or the path of a Unix socket."""
+        return tuple(map(_address, self.listen)) or ((self.host, self.port),)
+
+    def __post_init__(self) -> None:
+        for text in self.listen:
+            _address(text)
+
 
 class Requests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many requests wait and for how long.
 
-    As many as the bundle's plan has slots are in memory at once. `queue_length` more may wait for a slot: of those
-    only the head was read, so each costs a connection and what its socket had ready (at most 384 KiB). `timeout_s`
-    is the deadline of a request that names none, and the latest it may name. `drain_s` bounds how long a stop waits
-    for answers.
+    As many as the bundle's plan has slots are in memory at once. `queue_length` more may wait for a slot of their
+    model, `client_queue_length` of them of one client (0: all of them): of those only the head was read, so each costs
+    a connection and what its socket had ready (at most 384 KiB). `timeout_s` is the deadline of a request that names
+    none, and the latest it may name. `drain_s` bounds how long a stop waits for answers. A sequence, which keeps a
+    slot with its state, is ended when nothing of it came for `sequence_idle_s`.
     """
 
     queue_length: Positive = 64
+    client_queue_length: Bound = 0
     timeout_s: Seconds = 30.0
     drain_s: Seconds = 20.0
+    sequence_idle_s: Seconds = 60.0
+
+
+class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One model to serve: its bundle (a folder), and the name it is asked for by, where not by the bundle's own.
+
+    Where models compete for the accelerator, each has it in proportion to its `weight`. `priority` is that of a request
+    that names none: 1 is the highest, 255 the lowest. The bounds are as under [requests], whose are taken where they
+    are 0. `cache_mib` is for answers that are kept for requests that come again: only of a model that gives equal
+    inputs equal outputs. `results_mib` is for its newest results, which then anyone who may connect can follow: they
+    are the answers to all clients. 0: nobody can. `lighter` names another of the models, which answers in its place
+    under pressure.
+    """
+
+    bundle: str
+    name: str = ""
+    weight: Annotated[float, Meta(gt=0, le=1000)] = 1.0
+    priority: Priority = DEFAULT_PRIORITY
+    queue_length: Bound = 0
+    client_queue_length: Bound = 0
+    cache_mib: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    results_mib: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    lighter: str = ""
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cache_mib << 20
+
+    @property
+    def results_bytes(self) -> int:
+        return self.results_mib << 20
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the gateway's for answers, in whichever way they are kept."""
+        return self.cache_bytes + self.results_bytes
+
+    def __post_init__(self) -> None:
+        if not self.bundle:
+            raise ValueError("a model needs a bundle")
+        if self.name and not NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} cannot be a model's name: letters, digits, '.', '_' and '-', at most 100")
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Streams of records, and those who follow results or events (docs/streams.md).
+
+    `most` may be open at once. Each costs 64 KiB of a record that has no slot yet, what its socket had ready (at most
+    384 KiB), outputs of less than 64 KiB each of the `in_flight` records that are on their way at once, and
+    `unread_kib` of what its client did not read yet; all else stands in slots.
+
+    When nothing else was sent for `heartbeat_s`, a heartbeat is. A stream whose client sends nothing for `idle_s`, not
+    even heartbeats, and waits for nothing, is ended; within a record it has `body_s` of [http]. A reader that takes
+    nothing for `patience_s`, while as much waits for it as may, is given up.
+    """
+
+    most: Positive = 32
+    in_flight: Annotated[int, Meta(ge=1, le=1024)] = 8
+    unread_kib: Annotated[int, Meta(ge=64, le=1 << 20)] = 1024
+    heartbeat_s: Seconds = 15.0
+    idle_s: Seconds = 300.0
+    patience_s: Seconds = 5.0
+
+
+class EnsembleOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Several of the models under one name, asked with one request: `models` are their names."""
+
+    name: str
+    models: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} cannot be an ensemble's name: letters, digits, '.', '_' and '-'")
+        if not self.models or len(set(self.models)) != len(self.models):
+            raise ValueError(f"ensemble {self.name!r} needs models, each once")
+
+
+class DegradationOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How fast service is reduced under pressure: after pressure has lasted for `rise_s`; and how slowly it comes back:
+    by one level after `hold_s` without."""
+
+    rise_s: Annotated[float, Meta(ge=0.1, le=3600)] = 1.0
+    hold_s: Seconds = 30.0
+
+
+class RepositoryOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whether clients may load and unload models (`control`), and the folders whose bundles they may load."""
+
+    control: bool = False
+    folders: tuple[str, ...] = ()
 
 
 class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,6 +192,9 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     A pass that takes longer than `hang_s`, and than twenty times the longest one before, is taken for a hang. An engine
     that died or hung is started again, up to `restarts` times within `restart_window_s`; then the agent ends.
+
+    `inline` has it run inside the gateway's process, for one model on a board where every MiB counts: what ends the
+    runtime then ends the agent, and a pass that hangs is not ended.
 
     `residency` says where every segment's weights are, `plan` that it is as the bundle's plan has it. What mapped and
     streamed segments need is looked for in `cache` (empty: in the default places, see `tightfit-agent finalise
@@ -79,6 +209,7 @@ class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     residency: Literal["plan", "heap", "mapped", "streamed", "unpacked"] = "plan"
     cache: str = ""
     finalise_on_start: bool = False
+    inline: bool = False
 
     @property
     def intra_op_threads(self) -> int:
@@ -99,14 +230,24 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All of it. `bundle` is the folder to serve."""
+    """All of it. `bundle` is the folder to serve where it is one; several stand under `models`."""
 
     bundle: str = ""
+    models: tuple[ModelOptions, ...] = ()
+    ensembles: tuple[EnsembleOptions, ...] = ()
     http: Http = Http()
     requests: Requests = Requests()
+    streams: StreamOptions = StreamOptions()
+    repository: RepositoryOptions = RepositoryOptions()
+    degradation: DegradationOptions = DegradationOptions()
     engine: EngineOptions = EngineOptions()
     memory: Memory = Memory()
     log: Log = Log()
+
+    @property
+    def served(self) -> tuple[ModelOptions, ...]:
+        """Every model to serve."""
+        return self.models or (ModelOptions(self.bundle),)
 
 
 def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Config:
@@ -115,26 +256,40 @@ def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Conf
     for section, values in overrides.items():
         given = {key: value for key, value in values.items() if value is not None}
         if not section:
+            if "bundle" in given:
+                fields.pop("models", None)
             fields.update(given)
         elif given and isinstance(fields.setdefault(section, {}), dict):
+            if section == "http" and given.keys() & {"host", "port"}:
+                fields[section].pop("listen", None)
             fields[section].update(given)
     where = str(path) if path else "the flags"
     try:
         config = msgspec.convert(fields, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}", _hint(str(error))) from None
-    if not config.bundle:
+    if not (config.bundle or config.models):
         raise ConfigError("no bundle to serve", 'give --bundle OUT.tfb, or bundle = "..." in the configuration')
+    if config.engine.inline and (len(config.models) > 1 or config.repository.control):
+        raise ConfigError(
+            f"{where}: an inline engine serves one model, always the same",
+            "leave out inline under [engine], or all of [[models]] but one, and control under [repository]",
+        )
+    if config.bundle and config.models:
+        raise ConfigError(f"{where}: both bundle and [[models]]", "name each bundle under [[models]]")
+    if config.http.listen and isinstance(http := fields.get("http"), dict) and http.keys() & {"host", "port"}:
+        raise ConfigError(f"{where}: both listen and host or port under [http]", "name each address in listen")
     check_exposure(config.http)
     return config
 
 
 def check_exposure(http: Http) -> None:
     """Refuse to serve a network without encryption and authentication unless told to."""
-    if http.allow_insecure_network or is_loopback(http.host):
+    open_to_all = [each[0] for each in http.addresses if isinstance(each, tuple) and not is_loopback(each[0])]
+    if http.allow_insecure_network or not open_to_all:
         return
     raise ConfigError(
-        f"host {http.host} can be reached from the network, and this version has neither TLS nor authentication",
+        f"host {open_to_all[0]} can be reached from the network, and this version has neither TLS nor authentication",
         "listen on 127.0.0.1, or accept the risk with --allow-insecure-network "
         "(allow_insecure_network = true under [http])",
     )
@@ -166,6 +321,11 @@ def _read(path: Path) -> dict[str, Any]:
 SECTIONS: dict[str, Any] = {
     "http": Http,
     "requests": Requests,
+    "streams": StreamOptions,
+    "repository": RepositoryOptions,
+    "models": ModelOptions,
+    "ensembles": EnsembleOptions,
+    "degradation": DegradationOptions,
     "engine": EngineOptions,
     "memory": Memory,
     "log": Log,
@@ -173,7 +333,7 @@ SECTIONS: dict[str, Any] = {
 
 
 def _hint(message: str) -> str:
-    unknown = re.search(r"unknown field `([^`]*)`(?: - at `\$\.?(\w*)`)?", message)
+    unknown = re.search(r"unknown field `([^`]*)`(?: - at `\$\.?(\w*)(?:\[\d+\])?`)?", message)
     if not unknown:
         return "see agent.toml.example for every key"
     return did_you_mean(unknown[1], SECTIONS.get(unknown[2] or "", Config).__struct_fields__)

@@ -17,7 +17,7 @@ from agent.engine.channel import Slab
 from agent.errors import AgentError, Reason, RefusedError
 from agent.models import Model, labels_of
 from agent.request import Result
-from targets.recipe import Recipe, answer_contract
+from targets.recipe import Classify, Recipe, answer_contract
 
 if TYPE_CHECKING:
     from processing.answers import Answer, Postprocessor
@@ -35,21 +35,24 @@ class Filled:
 
 
 class Images:
-    """`contract` is what a client sees who sends an image; `outputs` are indices into the model's, as they are read."""
+    """`contract` is what a client sees who sends an image; `outputs` are indices into the model's, as they are read;
+    `labels` are the names of an output's classes, by its own."""
 
-    def __init__(self, recipe: Recipe, model: Model, before: Preprocessor, after: Postprocessor) -> None:
+    def __init__(
+        self, recipe: Recipe, model: Model, before: Preprocessor, after: Postprocessor, labels: tuple[str, ...]
+    ) -> None:
         names = [spec.name for spec in model.contract.outputs]
         self.contract = answer_contract(recipe)
         self.max_bytes = recipe.decode.max_bytes
+        self.labels = dict.fromkeys(after.outputs, labels) if isinstance(recipe.post, Classify) else {}
         self.outputs = tuple(names.index(name) for name in after.outputs)
         self.thread = ThreadPoolExecutor(1, "image")
-        self._path = f"/v2/models/{model.name}/image"
         self._recipe, self._before, self._after = recipe, before, after
 
-    def describe(self) -> dict[str, Any]:
-        """What the model's metadata says of images, as parameters of the protocol."""
+    def describe(self, name: str) -> dict[str, Any]:
+        """What the metadata of the model, served by that name, says of images: parameters of the protocol."""
         return {
-            "image_path": self._path,
+            "image_path": f"/v2/models/{name}/image",
             "image_input": self.contract.inputs[0].name,
             "image_formats": "jpeg,png",
             "image_max_bytes": self.max_bytes,
@@ -75,6 +78,15 @@ class Images:
         return answer
 
 
+def no_images(kind: str, name: str) -> RefusedError:
+    """That a model, which is of that kind, has no recipe."""
+    return RefusedError(
+        Reason.UNSUPPORTED_ENCODING,
+        f"{kind} {name!r} takes tensors, no images",
+        "compile it with --recipe, or send tensors as JSON or raw bytes",
+    )
+
+
 def _floats(data: NDArray[np.uint8]) -> NDArray[np.float32]:
     return data.view(np.dtype("<f4"))
 
@@ -92,4 +104,5 @@ def load_images(model: Model) -> Images | None:
             f"{model.name} takes images, and {error.name} is not installed", "pip install 'tightfit[agent,cpu,image]'"
         ) from None
     labels = labels_of(model.folder, model.manifest)
-    return Images(recipe, model, Preprocessor(recipe, model.contract), Postprocessor(recipe, model.contract, labels))
+    after = Postprocessor(recipe, model.contract, labels)
+    return Images(recipe, model, Preprocessor(recipe, model.contract), after, labels)

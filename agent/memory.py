@@ -30,6 +30,35 @@ def peak_rss_bytes() -> int:
     return _fields(Path("/proc/self/status"))["VmHWM"]
 
 
+def oom_kills(root: Path = Path("/")) -> int:
+    """Processes of this one's control group that the kernel has killed for want of memory; where the group does not
+    say, those of the whole machine.
+
+    memory.events of cgroup v2, memory.oom_control of v1; /proc/vmstat (oom_kill in each).
+    """
+    for file in (*_group_files(root), root / "proc/vmstat"):
+        try:
+            lines = file.read_text(encoding="ascii").splitlines()
+        except OSError:
+            continue
+        counts = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
+        if counts:
+            return counts[0]
+    return 0
+
+
+def _group_files(root: Path) -> list[Path]:
+    """proc(5), /proc/PID/cgroup: lines of id:controllers:path, without an id's controllers for v2."""
+    mounted, files = root / "sys/fs/cgroup", []
+    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            files.append(mounted / path.strip("/") / "memory.events")
+        elif "memory" in controllers.split(","):
+            files.append(mounted / "memory" / path.strip("/") / "memory.oom_control")
+    return files
+
+
 def _fields(path: Path) -> dict[str, int]:
     """`Name:   123 kB` lines as bytes."""
     fields: dict[str, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +11,11 @@ from agent.engine.channel import Layout
 from agent.memory import mem_total_bytes
 from agent.runtimes import backend_module
 from targets.board import MIB
-from targets.budget import budget_of_machine, check_plan
-from targets.bundle import Manifest, Residency, read_manifest, safe_path, verify_files
+from targets.budget import PHASES, budget_of_machine, check_plan
+from targets.bundle import Manifest, Residency, read_manifest, safe_path, verify_files, version_of
 from targets.errors import BudgetError, BundleError
-from targets.recipe import asset_of, check_input, check_outputs, read_labels
-from targets.tensor import Contract
+from targets.recipe import answer_contract, asset_of, check_input, check_outputs, read_labels
+from targets.tensor import Contract, TensorSpec, human
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Model:
     @property
     def version(self) -> str:
         """Short form of the digest (`Manifest.version`), kept: the manifest may be long."""
-        return self.digest[:12]
+        return version_of(self.digest)
 
     @property
     def to_lay_out(self) -> tuple[int, ...]:
@@ -68,7 +69,7 @@ def open_model(folder: Path, budget: int, residency: Residency | None = None) ->
     `residency` is for all segments, whatever the plan says; the plan is judged as it stands all the same. Raises
     BundleError or BudgetError. The cheap checks come first, the digests last.
     """
-    folder = folder.absolute()
+    folder = folder.resolve()
     manifest = read_manifest(folder)
     backend_module(manifest.runtime)
     _check_servable(manifest)
@@ -78,6 +79,41 @@ def open_model(folder: Path, budget: int, residency: Residency | None = None) ->
     labels_of(folder, manifest)
     residencies = tuple(residency or segment.residency for segment in manifest.segments)
     return Model(folder, manifest, manifest.digest, Layout.of(manifest.contract, manifest.plan.slots), residencies)
+
+
+def check_beside(model: Model, others: Sequence[Model], budget: int, kept: int = 0) -> None:
+    """Whether the model can be loaded, and run, while the others run: by the plans of all. Raises BudgetError.
+
+    Each has an engine process of its own, so each plan's fixed cost counts. `kept` bytes are for answers that are kept.
+    """
+    needed = max(model.manifest.plan.phase(name).total_bytes for name in PHASES)
+    running = [other.manifest.plan.phase("run").total_bytes for other in others]
+    if needed + sum(running) + kept <= budget:
+        return
+    listed = " + ".join(f"{human(size)} of {other.name}" for size, other in zip(running, others, strict=True))
+    raise BudgetError(
+        f"no room for {model.name}: it needs {human(needed)} beside {listed or 'nothing'}, "
+        f"but the budget of this machine is {human(budget)}{f', of which {human(kept)} keep answers' if kept else ''}",
+        "serve fewer models, or compile them for less (--scheme int4, smaller shapes, fewer slots)",
+    )
+
+
+def is_like(model: Model, other: Model) -> bool:
+    """Whether what can be asked of the one can be asked of the other, and is answered in the same form."""
+
+    def form(contract: Contract) -> tuple[object, ...]:
+        inputs = [(spec.name, spec.dtype, spec.layout, _ranges(spec, contract)) for spec in contract.inputs]
+        return inputs, [(spec.name, spec.dtype, len(spec.shape)) for spec in contract.outputs]
+
+    recipes = (model.manifest.recipe, other.manifest.recipe)
+    answers = [recipe and form(answer_contract(recipe)) for recipe in recipes]
+    return form(model.contract.whole) == form(other.contract.whole) and answers[0] == answers[1]
+
+
+def _ranges(spec: TensorSpec, contract: Contract) -> list[tuple[int, int]]:
+    return [
+        (dim, dim) if isinstance(dim, int) else (contract.dims[dim].min, contract.dims[dim].max) for dim in spec.shape
+    ]
 
 
 def _check_servable(manifest: Manifest) -> None:

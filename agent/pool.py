@@ -27,6 +27,12 @@ class Pool:
         self._owner[slot] = owner
         return slot
 
+    def pass_on(self, slot: int, owner: int, to: int) -> None:
+        """Have a leased slot be another's; passing on what one does not hold is a fault and raises ValueError."""
+        if self._owner.get(slot) != owner:
+            raise ValueError(f"slot {slot} is not leased to {owner}")
+        self._owner[slot] = to
+
     def release(self, slot: int, owner: int) -> None:
         """Give a slot back; giving back what one does not hold is a fault and raises ValueError."""
         if self._owner.get(slot) != owner:

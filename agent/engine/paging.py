@@ -1,9 +1,9 @@
-"""Pages of a file that the runtime has mapped: brought into memory before their turn, let go after it, or held.
+"""Pages of a file that the runtime has mapped: found, let go, or held.
 
 A cycle through more weights than memory holds makes the kernel evict each page shortly before it is needed again
-(least recently used, which then always misses), so what comes and goes is said to it: `fetch` reads a part ahead,
-`drop` lets it go, and `Held` keeps what is to stay. The mappings are the runtime's own, found in /proc/self/smaps
-(proc(5)); they are private and never written, so a page that was let go comes back from the file.
+(least recently used, which then always misses), so what is to stay is said to it: `drop` lets pages go, and `Held`
+keeps them. The mappings are the runtime's own, found in /proc/self/maps (proc(5)); they are private and never written,
+so a page that was let go comes back from the file.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import numpy as np
 
 from agent.external_data import Region, joined
 
-# madvise(2); since Linux 5.14, on older kernels pages are mapped one fault after the other.
-_MADV_POPULATE_READ = 22
 # Of one request to read ahead the kernel reads no more than the device's window, which is 128 KiB by default.
 _WINDOW_BYTES = 128 << 10
+
+# Of an entry of /proc/self/pagemap (64 bits a page): whether the page is in memory and mapped.
+_PRESENT = np.uint64(63)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -36,8 +37,11 @@ class Mapping:
 
     address: int
     region: Region
-    touched: int
-    """Bytes whose pages this process had mapped when the mapping was found: it read them, or their neighbours."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its pages; the last may go past the end of the file."""
+        return -(-self.region.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def mappings_of(file: Path) -> tuple[Mapping, ...]:
@@ -45,29 +49,24 @@ def mappings_of(file: Path) -> tuple[Mapping, ...]:
     name = str(file.resolve()).replace("\n", "\\012")
     size = file.stat().st_size
     found: list[Mapping] = []
-    ours = False
-    with Path("/proc/self/smaps").open(encoding="utf-8", errors="surrogateescape") as maps:
+    with Path("/proc/self/maps").open(encoding="utf-8", errors="surrogateescape") as maps:
         for line in maps:
-            key, *rest = line.rstrip("\n").split(maxsplit=5)
-            if not key.endswith(":"):
-                # address range, permissions, offset, device, inode, path
-                ours = rest[4:] == [name]
-                if ours:
-                    start, end = (int(part, 16) for part in key.split("-"))
-                    offset = int(rest[1], 16)
-                    # The last page goes past the end of the file.
-                    found.append(Mapping(start, Region(file, offset, min(end - start, size - offset)), 0))
-            elif ours and key == "Rss:":
-                found[-1] = dataclasses.replace(found[-1], touched=int(rest[0]) << 10)
+            addresses, _, offset, _, _, *path = line.rstrip("\n").split(maxsplit=5)
+            if path == [name]:
+                start, end = (int(part, 16) for part in addresses.split("-"))
+                # The last page goes past the end of the file.
+                at = int(offset, 16)
+                found.append(Mapping(start, Region(file, at, min(end - start, size - at))))
     return tuple(sorted(found, key=lambda each: each.region.offset))
 
 
-def fetch(mappings: Sequence[Mapping]) -> None:
-    """Have all pages in memory and mapped; returns when they are. A page that cannot be read is left to its reader."""
-    for region in joined(mapping.region for mapping in mappings):
-        _advise_file(region, os.POSIX_FADV_WILLNEED, _WINDOW_BYTES)
-    for mapping in mappings:
-        _libc.madvise(mapping.address, mapping.region.nbytes, _MADV_POPULATE_READ)
+def touched(mapping: Mapping) -> int:
+    """Bytes of the mapping whose pages this process has: it read them, or their neighbours. Of one mapping this takes
+    microseconds, where /proc/self/smaps would look through all that the process has."""
+    pages = mapping.nbytes // mmap.PAGESIZE
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
+        entries = np.frombuffer(os.pread(file.fileno(), 8 * pages, mapping.address // mmap.PAGESIZE * 8), np.uint64)
+    return int(np.count_nonzero(entries >> _PRESENT)) * mmap.PAGESIZE
 
 
 def drop(file: Path, mappings: Sequence[Mapping]) -> None:
@@ -104,9 +103,7 @@ class Held:
         self._maps.append(shared)
         shared.madvise(mmap.MADV_RANDOM)
         _advise_file(region, os.POSIX_FADV_WILLNEED, _WINDOW_BYTES)
-        if _libc.mlock(_address_of(shared), region.nbytes):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), str(region.file))
+        lock(shared)
 
     def close(self) -> None:
         """Unlock everything."""
@@ -115,8 +112,12 @@ class Held:
         self._maps.clear()
 
 
-def _address_of(shared: mmap.mmap) -> int:
-    return int(np.frombuffer(shared, np.uint8).ctypes.data)
+def lock(shared: mmap.mmap) -> None:
+    """mlock(2) all of a shared mapping, as long as it is there. Raises OSError where the process may not."""
+    address = int(np.frombuffer(shared, np.uint8).ctypes.data)
+    if _libc.mlock(address, len(shared)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def _advise_file(region: Region, advice: int, step: int | None = None) -> None:

@@ -1,39 +1,37 @@
 """The sessions of a bundle's segments, and which of their weights are in memory when.
 
-Theory of operation. Every segment is loaded once and its session stays; what comes and goes are the pages of streamed
-weights, which the runtime has mapped:
+Theory of operation. Every segment is loaded once and its session stays; what comes and goes are streamed weights:
 
-    turn of A begins     A's pages are there (their reading waited for); a thread begins to read those of B, the next
+    turn of A begins     A's weights are there (their reading waited for); a thread begins to read those of B, the next
     A runs
-    turn of A ends       the thread lets A's pages go
-    turn of B begins     B's pages are there, those of C are read ahead ...
+    turn of B begins     B's weights are there, those of C are read in the place of A's ...
 
-One thread reads and lets go, one thing after the other, so that neither takes time from a run. The order is a circle,
-so the first is read ahead while the last runs and is there when the next request comes. At no time are the pages of
-more than two streamed segments in memory, and only of one between requests. A bundle with a single streamed segment has
-nothing to hide its reading under: none is there between requests. Where a turn does not come as foreseen (a run failed,
-outputs that nobody wants) what was read ahead is let go before anything else is read.
+The order is a circle, so the first is read ahead while the last runs and is there when the next request comes. At no
+time are more than two streamed segments in memory; `ring` says where. A turn that does not come as foreseen (a run
+failed, outputs that nobody wants) waits until its weights have been read.
+
+What a run reads of a mapping is known after the first: kernels leave alone what went into their copies, and read rows
+of tables. Only what it read for the most part is read ahead, or held. Until every streamed segment has run once, they
+are read as pages of their files, and let go after each turn.
 
 Mapped weights stay: by themselves as long as nothing else needs the memory; beside streamed ones, which would push
 them out, they are held.
-
-What a run reads of a mapping is known after the first: kernels leave alone what went into their copies, and read rows
-of tables. Only what it read for the most part is read ahead, or held.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from agent import log
-from agent.backends.base import Backend, Session, SessionOptions
+from agent.backends.base import Backend, BackendError, Session, SessionOptions
 from agent.engine import paging
-from agent.external_data import joined
+from agent.engine.ring import Ring, Streamed
 from targets.bundle import Residency
 
 # malloc.h; setting it, even to what it is, ends its adjustment.
@@ -61,6 +59,7 @@ class Sessions:
         self._pages: dict[int, _Pages] = {}
         self._unheld = set(mixed)
         self._held: list[paging.Held] = []
+        self._may_lock = True
         self._sessions: list[Session] = []
         for step, source in enumerate(sources):
             self._sessions.append(backend.load_session(source.graph, source.options))
@@ -74,81 +73,109 @@ class Sessions:
                 # Loading reads more than a run does, the weights as they were before they were laid out. What stays
                 # mapped is not touched by this.
                 paging.drop(source.weights, ())
-        self._ahead: tuple[int, Future[None]] | None = None
-        self._thread = ThreadPoolExecutor(1, "pages")
+        self._unknown = set(self._streamed)
+        self._ring: Ring | None = None
+        self._fetching: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "weights")
         self.streamed_bytes = 0
         """Bytes of weights that were brought in for a turn so far."""
 
+    def turn(self, step: int) -> AbstractContextManager[Session]:
+        """The segment's session, to be used until the block ends. Raises BackendError when its weights do not come."""
+        # Where all weights stay there is nothing to do before or after.
+        return self._turn(step) if self._pages else contextlib.nullcontext(self._sessions[step])
+
     @contextlib.contextmanager
-    def turn(self, step: int) -> Iterator[Session]:
-        """The segment's session, to be used until the block ends."""
-        if step in self._streamed:
-            self._take(step)
-            self._read_ahead(self._after(step))
+    def _turn(self, step: int) -> Iterator[Session]:
+        after = self._begin(step)
         try:
             yield self._sessions[step]
-            if step in self._pages:
-                self._pages[step].learn()
-            if step in self._unheld:
-                self._hold(step)
+            self._learn(step)
         finally:
-            if step in self._streamed:
-                self._thread.submit(self._pages[step].drop)
-            elif step in self._pages:
-                self._thread.submit(self._pages[step].drop_rows)
+            self._end(step, after)
 
     def close(self) -> None:
         """Close everything."""
-        self._forget()
         self._thread.shutdown()
         for held in self._held:
             held.close()
         for session in self._sessions:
             session.close()
+        if self._ring is not None:
+            self._ring.close()
 
-    def _hold(self, step: int) -> None:
-        self._unheld.discard(step)
+    def _begin(self, step: int) -> int | None:
+        """Have its weights there, and those of the next on their way; or the next, which can only come afterwards."""
+        if self._ring is None or step not in self._streamed:
+            return None
+        number = self._streamed.index(step)
+        if not (self._fetching and self._fetching.done() and self._ring.has(number)):
+            self._fetch(number).result()
+        after = (number + 1) % len(self._streamed)
+        if self._ring.meet(number, after):
+            return after
+        self._fetch(after)
+        return None
+
+    def _end(self, step: int, after: int | None) -> None:
+        if step in self._streamed and self._ring is None:
+            self._thread.submit(self._pages[step].drop).result()
+            if not self._unknown:
+                self._ring = self._made_ring()
+        elif step in self._pages:
+            self._thread.submit(self._pages[step].drop_rows)
+        if after is not None:
+            self._fetch(after)
+
+    def _fetch(self, number: int) -> Future[None]:
+        """Have it fetched, after all that was asked for before."""
+        ring = self._ring
+
+        def fetch() -> None:
+            if ring is not None:
+                self.streamed_bytes += ring.fetch(number)
+
+        self._fetching = self._thread.submit(fetch)
+        return self._fetching
+
+    def _learn(self, step: int) -> None:
+        """See what the run that has just ended had read."""
+        if step in self._pages:
+            self._pages[step].learn()
+        self._unknown.discard(step)
+        if step in self._unheld:
+            self._unheld.discard(step)
+            self._lock(lambda: self._held.append(paging.Held(self._pages[step].wanted)))
+
+    def _made_ring(self) -> Ring:
+        pages = [self._pages[step] for step in self._streamed]
         try:
-            self._held.append(paging.Held(self._pages[step].wanted))
+            ring = Ring([Streamed(each.file, each.wanted) for each in pages])
         except OSError as error:
-            self._unheld.clear()
+            raise BackendError(f"cannot reserve memory for streamed weights: {error.strerror}") from None
+        self._lock(ring.lock)
+        return ring
+
+    def _lock(self, lock: Callable[[], None]) -> None:
+        """Where it may not be, that is said once."""
+        if not self._may_lock:
+            return
+        try:
+            lock()
+        except OSError as error:
+            self._may_lock = False
             log.get("engine").warning(
                 "cannot lock weights that are to stay: they may be pushed out and read again",
                 error=error.strerror,
                 hint="raise LimitMEMLOCK of the service",
             )
 
-    def _after(self, step: int) -> int:
-        return self._streamed[(self._streamed.index(step) + 1) % len(self._streamed)]
-
-    def _take(self, step: int) -> None:
-        if self._ahead is not None and self._ahead[0] == step:
-            self._ahead[1].result()
-            self._ahead = None
-        else:
-            self._forget()
-            self._thread.submit(self._fetch, step).result()
-
-    def _read_ahead(self, step: int) -> None:
-        if len(self._streamed) > 1:
-            self._ahead = step, self._thread.submit(self._fetch, step)
-
-    def _forget(self) -> None:
-        """Let go what was read ahead, waiting for it first."""
-        if self._ahead is not None:
-            (step, future), self._ahead = self._ahead, None
-            future.result()
-            self._thread.submit(self._pages[step].drop).result()
-
-    def _fetch(self, step: int) -> None:
-        self.streamed_bytes += self._pages[step].fetch()
-
 
 class _Pages:
     """Pages of a laid-out file that a loaded session has mapped. `wanted`: what a run reads for the most part."""
 
     def __init__(self, file: Path) -> None:
-        self._file = file
+        self.file = file
         self._all = paging.mappings_of(file)
         self._known = False
         self._rows: tuple[paging.Mapping, ...] = ()
@@ -159,24 +186,19 @@ class _Pages:
         if self._known:
             return
         self._known = True
-        now = paging.mappings_of(self._file)
-        self.wanted = tuple(each for each in now if 2 * each.touched >= each.region.nbytes)
-        self._rows = tuple(each for each in now if 0 < 2 * each.touched < each.region.nbytes)
-        # What is wanted is read before its turn, whole.
+        touched = [(each, paging.touched(each)) for each in self._all]
+        self.wanted = tuple(each for each, nbytes in touched if 2 * nbytes >= each.region.nbytes)
+        self._rows = tuple(each for each, nbytes in touched if 0 < 2 * nbytes < each.region.nbytes)
+        # What is wanted is held, or comes by the ring.
         paging.read_singly((*self.wanted, *self._rows))
-
-    def fetch(self) -> int:
-        """Bring in what a run will read; bytes of it, none while that is not known."""
-        paging.fetch(self.wanted)
-        return sum(region.nbytes for region in joined(each.region for each in self.wanted))
 
     def drop_rows(self) -> None:
         """Let go what is read by rows: others will be read next time, and in the end all would be there."""
-        paging.drop(self._file, self._rows)
+        paging.drop(self.file, self._rows)
 
     def drop(self) -> None:
         """Let everything go, tables included."""
-        paging.drop(self._file, self._all)
+        paging.drop(self.file, self._all)
 
 
 def trim_heap() -> None:

@@ -1,8 +1,8 @@
 """Keeps an engine process there: notices when it dies or hangs, and starts the next one.
 
 Theory of operation. One engine at a time; the slab outlives them all, so that requests whose bodies are being read
-notice nothing. A pass is given a limit, by what passes took before: an engine that does not answer within it (stopped,
-a driver that hangs) is killed, and what follows is the same as after a crash:
+notice nothing. A pass is given a limit, by what passes take (`Patience`): an engine that does not answer within it
+(stopped, a driver that hangs) is killed, and what follows is the same as after a crash:
 
     up --> dead (crash, hang, out of memory) --> waits (back-off) --> loads --> up
                                   `--> too many deaths within the window: given up
@@ -17,15 +17,17 @@ import collections
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from agent import log
 from agent.engine.channel import Done, Layout, Load, Pass, Passed, Ready, RunError, Slab
-from agent.engine.host import EngineHost
+from agent.engine.host import AnyEngine, new_engine
 from agent.errors import AgentError
 
 # The first death is answered at once; of those that follow each waits twice as long, up to a limit.
 FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 30.0
-# So many times the longest pass that there was, for each request of the pass; machines are slow at times.
+# So many times what a pass should take; machines are slow at times.
 HANG_FACTOR = 20
 
 
@@ -48,6 +50,35 @@ class Backoff:
         return 0.0 if number == 1 else min(FIRST_WAIT_S * 2.0 ** (number - 2), LONGEST_WAIT_S)
 
 
+class Patience:
+    """How long a pass may take before the engine is taken to hang. Pure.
+
+    `HANG_FACTOR` times what is expected, for each batch the most of: the longest pass that there was, those measured
+    when the bundle was loaded, and what the sample took for as many bytes. Never less than `least_s`.
+    """
+
+    def __init__(self, least_s: float) -> None:
+        self._least_s = least_s
+        self._longest_s = 0.0
+        self._s_per_byte = 0.0
+
+    def ready(self, ready: Ready) -> None:
+        """What the engine says of the sample; one that starts cold says nothing, and what was said before stands."""
+        self._longest_s = max(self._longest_s, ready.warm_s, *(seconds for _, seconds in ready.costs))
+        if ready.sample_bytes:
+            self._s_per_byte = ready.warm_s / ready.sample_bytes
+
+    def passed(self, pass_s: float) -> None:
+        """A pass took so long."""
+        self._longest_s = max(self._longest_s, pass_s)
+
+    def limit_s(self, runs: Pass) -> float:
+        """Seconds that the pass may take."""
+        sizes = [sum(sum(run.nbytes) for run in batch) for batch in runs.batches]
+        expected_s = sum(max(self._longest_s, self._s_per_byte * size) for size in sizes)
+        return max(self._least_s, HANG_FACTOR * expected_s)
+
+
 class Supervisor:
     """The engine, whichever process it is now.
 
@@ -63,16 +94,19 @@ class Supervisor:
         on_reply: Callable[[Passed | Done | RunError], None],
         on_death: Callable[[str, bool], None],
         on_ready: Callable[[Ready], None],
+        inline: bool = False,
     ) -> None:
         self.slab = Slab.create(layout)
         self.restarts = 0
-        self._backoff, self._hang_s = backoff, hang_s
+        self.given_up = False
+        """Whether it died too often to be started once more."""
+        self._backoff, self._patience = backoff, Patience(hang_s)
         self._on_reply, self._on_death, self._on_ready = on_reply, on_death, on_ready
+        self._inline = inline
         self._log = log.get("gateway")
-        self._engine: EngineHost | None = None
-        self._load: Load | None = None
+        self._engine: AnyEngine | None = None
+        self._load: Callable[[], Load] | None = None
         self._load_limit_s = 0.0
-        self._longest_s = 0.0
         self._limit: asyncio.TimerHandle | None = None
         self._limit_s = 0.0
         self._hung = ""
@@ -89,18 +123,21 @@ class Supervisor:
         """The process's id while it lives."""
         return self._engine.pid if self._engine else None
 
-    async def start(self, load: Load, load_limit_s: float) -> Ready:
-        """Start the first engine and wait until the bundle is loaded. Raises AgentError with its reason."""
+    async def start(self, load: Callable[[], Load], load_limit_s: float) -> Ready:
+        """Start the first engine and wait until the bundle is loaded. Raises AgentError with its reason.
+
+        `load` is asked before each start for what to load, and how.
+        """
         self._load, self._load_limit_s = load, load_limit_s
-        self._engine = EngineHost(self.slab, self._replied, self._died)
-        return self._started(await self._engine.start(load, load_limit_s))
+        self._engine = new_engine(self._inline, self.slab, self._replied, self._died)
+        return self._started(await self._engine.start(load(), load_limit_s))
 
     def send(self, runs: Pass) -> None:
         """Hand over a pass, while the engine is up."""
         if self._engine is None:
             raise RuntimeError("no engine was started")
         loop = asyncio.get_running_loop()
-        self._limit_s = max(self._hang_s, HANG_FACTOR * self._longest_s * len(runs.runs))
+        self._limit_s = self._patience.limit_s(runs)
         self._limit = loop.call_later(self._limit_s, self._hangs)
         self._engine.send(runs)
 
@@ -113,16 +150,17 @@ class Supervisor:
             await asyncio.wait([self._restarting])
         if self._engine is not None:
             await self._engine.close()
-        self.slab.close_fd()
+        # Tens of milliseconds where it is large.
+        await asyncio.to_thread(self.slab.close)
 
     def _started(self, ready: Ready) -> Ready:
-        self._longest_s = max(self._longest_s, ready.warm_s)
+        self._patience.ready(ready)
         return ready
 
     def _replied(self, reply: Passed | Done | RunError) -> None:
         if isinstance(reply, Passed):
             self._end_limit()
-            self._longest_s = max(self._longest_s, reply.pass_s)
+            self._patience.passed(reply.pass_s)
         self._on_reply(reply)
 
     def _end_limit(self) -> None:
@@ -139,10 +177,16 @@ class Supervisor:
     def _died(self, how: str) -> None:
         self._end_limit()
         how, self._hung = self._hung or how, ""
-        wait_s = self._backoff.died(time.monotonic())
-        self._on_death(how, wait_s is not None)
+        wait_s = self._wait_after(how)
         if wait_s is not None and not self._closing:
             self._restarting = asyncio.get_running_loop().create_task(self._restart(wait_s))
+
+    def _wait_after(self, how: str) -> float | None:
+        """Seconds to wait after this death, once it was told; None when there were too many."""
+        wait_s = self._backoff.died(time.monotonic())
+        self.given_up = wait_s is None
+        self._on_death(how, not self.given_up)
+        return wait_s
 
     async def _restart(self, wait_s: float) -> None:
         """Start engines until one is ready, or there were too many."""
@@ -153,12 +197,13 @@ class Supervisor:
             if self._engine is not None:
                 await self._engine.close()
             self.restarts += 1
-            self._engine = EngineHost(self.slab, self._replied, self._died)
+            self._engine = new_engine(self._inline, self.slab, self._replied, self._died)
             try:
-                ready = await self._engine.start(self._load, self._load_limit_s)
+                # Any slot may hold a request that waits; it warms the engine as well as the sample would.
+                load = msgspec.structs.replace(self._load(), sample_slot=None)
+                ready = await self._engine.start(load, self._load_limit_s)
             except AgentError as error:
-                again = self._backoff.died(time.monotonic())
-                self._on_death(str(error), again is not None)
+                again = self._wait_after(str(error))
                 if again is None:
                     return
                 wait_s = again

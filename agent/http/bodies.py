@@ -16,6 +16,20 @@ _WBITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 _WORTH_COMPRESSING_BYTES = 1024
 # A board's cores have better things to do than the last per cent.
 _LEVEL = 1
+# The body of a request that is refused is read to its end and dropped, so that its connection stays; not one past this.
+DROPPED_BYTES = 1 << 20
+
+
+EXPECTATION = "expectation"
+"""Entry of a request for what its header Expect says, until that is met."""
+
+
+async def go_on(request: web.Request) -> None:
+    """Answer `Expect: 100-continue`: the body will be taken. Who is refused instead never sends it."""
+    if request.pop(EXPECTATION, None) and not request.content.is_eof():
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # What counts as output is the final answer only.
+        request.writer.output_size = 0
 
 
 def check_length(request: web.Request, limit: int) -> None:
@@ -28,12 +42,17 @@ def check_length(request: web.Request, limit: int) -> None:
 async def read_body(request: web.Request, limit: int, timeout_s: float) -> bytes:
     """All of the body, at most `limit` bytes, at most `timeout_s` long."""
     check_length(request, limit)
+    await go_on(request)
     if request.content.is_eof():
         return await _collect(request, limit)
     try:
-        return await asyncio.wait_for(_collect(request, limit), timeout_s)
+        body = await asyncio.wait_for(_collect(request, limit), timeout_s)
     except (TimeoutError, asyncio.TimeoutError):
-        raise RefusedError(Reason.SLOW_BODY, f"the body did not arrive within {timeout_s:.3g} s") from None
+        raise too_slow(timeout_s) from None
+    if request.transport is None:
+        # Until Python 3.12 wait_for drops a cancellation that comes with the last of the body.
+        raise ConnectionResetError("the client left when it had sent the body")
+    return body
 
 
 async def _collect(request: web.Request, limit: int) -> bytes:
@@ -45,6 +64,11 @@ async def _collect(request: web.Request, limit: int) -> bytes:
             raise _too_large(limit)
         parts.append(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def too_slow(timeout_s: float) -> RefusedError:
+    """What is said where a body does not come."""
+    return RefusedError(Reason.SLOW_BODY, f"the body did not arrive within {timeout_s:.3g} s")
 
 
 def _too_large(limit: int) -> RefusedError:

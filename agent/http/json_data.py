@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -17,12 +18,25 @@ from agent.strings import pack_strings, unpack_strings
 from targets.errors import ContractError
 from targets.tensor import DType, TensorSpec
 
+_STRUCT_CODES = {
+    DType.BOOL: "?",
+    DType.INT8: "b",
+    DType.UINT8: "B",
+    DType.INT16: "h",
+    DType.UINT16: "H",
+    DType.INT32: "i",
+    DType.UINT32: "I",
+    DType.INT64: "q",
+    DType.UINT64: "Q",
+    DType.FLOAT32: "f",
+    DType.FLOAT64: "d",
+}
 # JSON numbers are read and written in pieces that take about a millisecond.
 _PIECE_BYTES = 64 << 10
 _PIECE_ELEMENTS = 8 << 10
 
 
-def pack_json(data: Raw, spec: TensorSpec, shape: list[int]) -> bytes:
+def pack_json(data: Raw | bytes, spec: TensorSpec, shape: list[int]) -> bytes:
     """Raw little-endian bytes (BYTES length-prefixed) of JSON data, flat or nested; raises ContractError."""
     if spec.dtype is DType.FLOAT16:
         raise ContractError(f"input {spec.name!r}: FP16 cannot be given as JSON", "send it as binary data")
@@ -46,7 +60,8 @@ def _pack_numbers(data: memoryview, spec: TensorSpec, count: int) -> bytes:
     """Raw bytes of a flat list, decoded piece by piece: a float in a Python list is eight times its FP32, and one long
     call would keep every other thread waiting. Numbers hold no comma, so anything else fails in its piece."""
     decoder = _data_decoder(spec.dtype, 1)
-    array = np.empty(count, spec.dtype.numpy)
+    code = _STRUCT_CODES[spec.dtype]
+    packed: list[bytes] = []
     at, end, found = 1, len(data) - 1, 0
     while at < end:
         piece = bytes(data[at : min(at + _PIECE_BYTES, end)])
@@ -56,15 +71,22 @@ def _pack_numbers(data: memoryview, spec: TensorSpec, count: int) -> bytes:
                 raise ValueError("a number is longer than any number needs to be")
             piece = piece[:cut]
         values = decoder.decode(b"[" + piece + b"]")
-        with np.errstate(over="ignore"):
-            # What is too much is only counted, for the message.
-            array[found : found + len(values)] = values[: max(count - found, 0)]
         found += len(values)
         at += len(piece) + 1
+        # What is too much is only counted, for the message.
+        if found <= count:
+            packed.append(_pack_piece(values, code, spec))
     if found != count:
         raise ValueError(f"data has {_elements([found])}, its shape needs {_elements([count])}")
-    _check_finite(array, spec)
-    return array.tobytes()
+    return b"".join(packed)
+
+
+def _pack_piece(values: list[Any], code: str, spec: TensorSpec) -> bytes:
+    """`struct` refuses what its type cannot hold, and takes a fifth of the time that numpy does for a short list."""
+    try:
+        return struct.pack(f"<{len(values)}{code}", *values)
+    except (struct.error, OverflowError):
+        raise ValueError(f"a number is too large for {spec.dtype.oip}") from None
 
 
 def _check_finite(array: NDArray[Any], spec: TensorSpec) -> None:
@@ -138,10 +160,12 @@ def unpack_json(data: NDArray[np.uint8], spec: TensorSpec, shape: Sequence[int])
     if spec.dtype is DType.FLOAT16:
         raise _not_json(spec, "is FP16, which has no JSON form")
     values = data.view(np.dtype(spec.dtype.numpy))
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
+    pieces = [values[at : at + _PIECE_ELEMENTS] for at in range(0, values.size, _PIECE_ELEMENTS)]
+    text = b",".join([msgspec.json.encode(piece.tolist())[1:-1] for piece in pieces])
+    # msgspec writes NaN and infinity as null.
+    if b"n" in text:
         raise _not_json(spec, "has NaN or infinity, which JSON cannot say")
-    pieces = (values[at : at + _PIECE_ELEMENTS] for at in range(0, values.size, _PIECE_ELEMENTS))
-    return Raw(b"[" + b",".join(msgspec.json.encode(piece.tolist())[1:-1] for piece in pieces) + b"]")
+    return Raw(b"[%b]" % text)
 
 
 def _not_json(spec: TensorSpec, why: str) -> RefusedError:

@@ -3,28 +3,109 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, StreamReader, web
+from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
+from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
+from aiohttp.web_protocol import RequestPayloadError
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from agent import log
 from agent.config import Http
-from agent.errors import AgentError
+from agent.http.bodies import EXPECTATION
+
+if TYPE_CHECKING:
+    from agent.http.lane.lane import Lane
 
 # A client that is refused while it sends reads the answer only if the connection is not reset under it: what it goes
 # on to send is read and dropped for so long.
-_LINGER_S = 2.0
+LINGER_S = 2.0
 # What a connection holds of a body that nobody reads yet; twice as much and one read of the loop at most.
-_READ_BYTES = 64 << 10
+READ_BYTES = 64 << 10
 _MAX_ERROR_CHARACTERS = 500
 
 
 class Protocol(web.RequestHandler):
-    """Answers what never becomes a request (bad syntax, heads that are too large) as `{"error": ...}`.
+    """What aiohttp lacks.
 
-    aiohttp writes plain text, and a traceback into the log for every bad byte that a client sends.
+    It answers what never becomes a request (bad syntax, heads that are too large) in plain text, and with a traceback
+    in the log for every bad byte that a client sends: here it is `{"error": ...}`.
+
+    It takes every FIN for a client that left. Here one behind a whole request is the end of what is sent, where that
+    request says that it is the last (`Connection: close`, or HTTP/1.0), or where all are taken to with `half_close`:
+    what was asked is answered, then the connection is closed.
+
+    It forgets the requests that came together with what is none: here they are answered first. And of two requests that
+    come together it may leave the second until more comes.
+
+    It answers `Expect: 100-continue` before anybody looked at the request: here `bodies.go_on` does, which is called
+    when the body is taken.
     """
+
+    __slots__ = ("_half_close", "_last")
+
+    def __init__(self, manager: Any, http: Http) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(
+            manager,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type]  # None turns it off, as in AppRunner
+            keepalive_timeout=http.keepalive_s,
+            lingering_time=LINGER_S,
+            read_bufsize=READ_BYTES,
+        )
+        # Stops behind every request.
+        self._parser = HttpRequestParser(
+            self,
+            loop,
+            READ_BYTES,
+            max_line_size=http.header_bytes,
+            max_field_size=http.header_bytes,
+            max_headers=http.headers,
+            payload_exception=RequestPayloadError,
+            auto_decompress=False,
+            max_msg_queue_size=1,
+        )
+        self._half_close = http.half_close
+        # The newest request, with its body.
+        self._last: tuple[Any, StreamReader] | None = None
+        self._request_factory = partial(_request, manager.request_factory)
+
+    def data_received(self, data: bytes) -> None:
+        count = -1
+        while True:
+            super().data_received(data)
+            if self._messages:
+                self._last = self._messages[-1]
+            if self._holds_back() or (not data and count == self._request_count):
+                return
+            # The parser stopped behind a request. There may be another.
+            count, data = self._request_count, b""
+
+    def _holds_back(self) -> bool:
+        """Whether no more requests are wanted now, or can come."""
+        if self._messages and not isinstance(self._messages[-1][0], RawRequestMessage):
+            return True
+        return self._reading_paused or self._upgraded or len(self._messages) >= self._max_msg_queue_size
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # what asyncio.Protocol has, aiohttp narrows
+        """Whether the connection stays open, for what is to be answered yet."""
+        idle = self._waiter is not None and not self._messages
+        if idle or self._last is None or not self._last[1].is_eof():
+            return False
+        message, body = self._last
+        if not isinstance(message, RawRequestMessage) or message.should_close:
+            return True
+        if self._half_close and self._messages:
+            self._messages[-1] = (message._replace(should_close=True), body)
+        elif self._half_close:
+            self.close()
+        return self._half_close
 
     def handle_error(
         self,
@@ -35,6 +116,7 @@ class Protocol(web.RequestHandler):
     ) -> web.StreamResponse:
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has already begun")
+        status = _status_of(exc) or status
         if status >= 500:
             log.get("http").error("request failed", exc_info=exc)
         text = (
@@ -49,6 +131,29 @@ class Protocol(web.RequestHandler):
         )
         response.force_close()
         return response
+
+
+def _status_of(error: BaseException | None) -> int | None:
+    """That of a head which is too large (RFC 6585, section 5; RFC 9110, section 15.5.15); aiohttp has 400 for all."""
+    if isinstance(error, LineTooLong):
+        # It tells how the line begins, not which it is; no header of ours begins so.
+        begins = error.args[0]
+        return 414 if begins[:1] in (b"/", "/") else 431
+    return 431 if isinstance(error, BadHttpMessage) and "Too many headers" in error.message else None
+
+
+def _request(factory: Callable[..., web.BaseRequest], message: Any, *rest: Any) -> web.BaseRequest:
+    """Make a request, with its expectation as an entry of its own: aiohttp would answer it at once."""
+    expectation = message.headers.get("Expect")
+    if expectation is None:
+        return factory(message, *rest)
+    headers = CIMultiDict(message.headers)
+    del headers["Expect"]
+    request = factory(message._replace(headers=CIMultiDictProxy(headers)), *rest)
+    if message.version >= HttpVersion11:
+        # Section 10.1.1 of RFC 9110: HTTP/1.0 has none.
+        request[EXPECTATION] = expectation
+    return request
 
 
 class _Full(asyncio.Protocol):
@@ -73,37 +178,15 @@ def runner_of(application: web.Application, shutdown_s: float) -> web.AppRunner:
     return web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s)
 
 
-async def listen(runner: web.AppRunner, http: Http) -> asyncio.Server:
-    """Accept connections. Raises AgentError when the address cannot be had."""
+async def listen(runner: web.AppRunner, lane: Lane, http: Http, listener: socket.socket) -> asyncio.Server:
+    """Accept connections. Each begins in the lane."""
     loop = asyncio.get_running_loop()
     manager: Any = runner.server
 
-    def connection() -> asyncio.Protocol:
-        if len(manager.connections) >= http.connections:
+    def accepted() -> asyncio.Protocol:
+        if len(manager.connections) + len(lane.connections) >= http.connections:
             return _Full(http.connections)
-        return Protocol(
-            manager,
-            loop=loop,
-            access_log=None,  # type: ignore[arg-type]  # None turns it off, as in AppRunner
-            auto_decompress=False,
-            keepalive_timeout=http.keepalive_s,
-            lingering_time=_LINGER_S,
-            max_line_size=http.header_bytes,
-            max_field_size=http.header_bytes,
-            max_headers=http.headers,
-            read_bufsize=_READ_BYTES,
-        )
+        return lane.connection(partial(Protocol, manager, http))
 
-    try:
-        return await loop.create_server(connection, http.host, http.port, backlog=128)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise AgentError(
-            f"cannot listen on {http.host}:{http.port}: {reason}", "choose another --host or --port"
-        ) from None
-
-
-def address_of(server: asyncio.Server) -> str:
-    """The URL of its first socket."""
-    host, port = server.sockets[0].getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    serve = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
+    return await serve(accepted, sock=listener)

@@ -1,144 +1,170 @@
-"""The Open Inference Protocol v2 over HTTP/1.1.
-
-Every error is `{"error": "..."}` with a status from the reason table; clients index that key and fail without it.
-"""
+"""The Open Inference Protocol v2 over HTTP/1.1: what models are, and tensors in, tensors out."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
 
-import msgspec
-import numpy as np
 from aiohttp import web
-from numpy.typing import NDArray
 
 from agent import log
+from agent.calls import Call
 from agent.config import Config
-from agent.errors import TABLE, Reason, RefusedError
-from agent.gateway import Call, Gateway
-from agent.http.bodies import check_length, choose_encoding, compress, decompress, read_body
+from agent.errors import Reason, RefusedError
+from agent.gateway import Gateway
+from agent.http.answers import SERVER, CutOffError, errors, json, judged, refusal
+from agent.http.bodies import DROPPED_BYTES, check_length, choose_encoding, decompress, read_body
 from agent.http.codecs import (
     HEADER_LENGTH,
     InferRequest,
     OutputTensor,
     decode_infer,
-    encode_infer,
     encode_parts,
     largest_body,
 )
-from agent.images import Images
-from agent.request import Result
-from agent.strings import pack_strings, unpack_strings
+from agent.http.echo import echoed
+from agent.http.ensembles import EnsembleApi
+from agent.http.generate import GenerateApi
+from agent.http.hints import priority_of, timeout_of
+from agent.http.lane.lane import Lane
+from agent.http.model_config import config_of
+from agent.http.openapi import Described, document
+from agent.http.repository_api import RepositoryApi
+from agent.http.runs import Runs, outputs_in, write
+from agent.http.settings import SettingsApi
+from agent.http.sockets import waited_s
+from agent.http.statistics import StatisticsApi
+from agent.http.streams import StreamApi
+from agent.http.tensors import OFF_LOOP_BYTES, all_of, answered, base64_body, describe, encode, is_quick, listed, wished
+from agent.images import Images, no_images
+from agent.repository import Repository, no_version
+from agent.request import Part
+from agent.sequence_states import Sequences
+from agent.sequences import is_long
+from agent.served import Entry, Served
+from agent.strings import unpack_strings
 from agent.telemetry import CONTENT_TYPE
-from targets.errors import TightfitError, did_you_mean
-from targets.tensor import Contract, DType, TensorSpec
 
-T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-EXTENSIONS = ("binary_tensor_data",)
-# JSON past this is parsed and written by a thread, so that health checks are answered meanwhile. Raw tensors are only
-# copied, at gigabytes per second, and a hop to a thread costs more than a copy of some megabytes.
-_OFF_LOOP_BYTES = 64 << 10
-_OFF_LOOP_RAW_BYTES = 4 << 20
-# Parsing is Python work under one interpreter lock: more threads would only take turns.
-_THREADS = 2
-_MAX_ERROR_CHARACTERS = 2000
-# The JSON around an image.
-_HEAD_BYTES = 64 << 10
+# Those of Triton that do what its documents say (docs/protocol.md).
+EXTENSIONS = (
+    "binary_tensor_data", "classification", "generate", "model_configuration", "model_repository",
+    "model_repository(unload_dependents)", "schedule_policy", "sequence", "statistics",
+)  # fmt: skip
 # An answer of raw tensors past this is sent straight out of its slot, in pieces, and never stands in memory twice.
 _STREAMED_BYTES = 256 << 10
 _PIECE_BYTES = 128 << 10
-# Instead of aiohttp's, which tells the versions of Python and of itself.
-_SERVER = {"Server": "tightfit-agent"}
+
+
+def _much_is_unread(request: web.Request) -> bool:
+    """Whether so much of the body has not been read, or nobody knows how much, that the connection is better closed."""
+    length = request.content_length
+    return not request.content.is_eof() and (length is None or length > DROPPED_BYTES)
 
 
 class V2:
-    """Handlers over one gateway. `images`: how the model takes encoded images, if it does."""
+    """Handlers over one gateway and its models."""
 
-    def __init__(self, gateway: Gateway, images: Images | None, config: Config, version: str) -> None:
+    def __init__(self, gateway: Gateway, repository: Repository, config: Config, version: str) -> None:
         self._gateway = gateway
-        self._images = images
-        self._model = gateway.model
+        self._repository = repository
+        self._http, self._logs = config.http, config.log
         self._version = version
         self._log = log.get("http")
-        self._image_bytes = min(config.http.body_bytes, images.max_bytes) if images else 0
-        largest = largest_body(self._model.contract)
-        if images:
-            largest = max(largest, _base64_body(images.max_bytes))
-        self._body_bytes = min(config.http.body_bytes, largest)
-        self._body_s = config.http.body_s
-        self._send_s = config.http.send_s
-        self._has_strings = any(spec.dtype is DType.STRING for spec in self._model.contract.inputs)
-        self._threads = ThreadPoolExecutor(_THREADS, "codec")
+        self._runs = Runs(gateway)
+        self._ensembles = EnsembleApi(gateway, repository, config.http, config.ensembles, self._runs, self._send)
+        self._streams = StreamApi(gateway, repository, config, self._runs, self._body_bytes)
+        self._sequences = Sequences(gateway, config.requests.sequence_idle_s)
+        self._texts = GenerateApi(gateway, config, self._runs, self._settled, self._receive)
+        self.lane = Lane(gateway, repository, config, self._body_bytes, {each.name for each in config.ensembles})
+        """Where connections begin."""
 
     def application(self) -> web.Application:
         """The routes."""
-        app = web.Application(middlewares=[_errors])
+        app = web.Application(middlewares=[errors])
         app.router.add_get("/v2", self.server)
         app.router.add_get("/v2/health/live", self.live)
         app.router.add_get("/v2/health/ready", self.health_ready)
+        app.router.add_get("/v2/openapi.json", self.openapi)
         app.router.add_get("/metrics", self.metrics)
         for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             app.router.add_get(prefix, self.metadata)
             app.router.add_get(f"{prefix}/ready", self.model_ready)
-            app.router.add_post(f"{prefix}/infer", self.infer, expect_handler=partial(self._expect, self._body_bytes))
-            if self._images:
-                expect = partial(self._expect, self._image_bytes)
-                app.router.add_post(f"{prefix}/image", self.image, expect_handler=expect)
+            app.router.add_get(f"{prefix}/config", self.config)
+            app.router.add_post(f"{prefix}/infer", self.infer)
+            app.router.add_post(f"{prefix}/image", self.image)
+        RepositoryApi(self._repository).add_to(app)
+        StatisticsApi(self._repository, self._ensembles).add_to(app)
+        SettingsApi(self._repository, self._ensembles, self._logs).add_to(app)
+        self._streams.add_to(app)
+        self._texts.add_to(app)
+        app.on_response_prepare.append(_echo)
         app.on_cleanup.append(self._cleanup)
         return app
 
     async def _cleanup(self, _: web.Application) -> None:
-        self._threads.shutdown(wait=False)
-        if self._images:
-            self._images.thread.shutdown(wait=False)
+        self.lane.close()
+        self._runs.close()
 
-    # --- what the server and the model are
+    # --- what the server and the models are
 
     async def server(self, _: web.Request) -> web.Response:
-        return _json({"name": "tightfit-agent", "version": self._version, "extensions": EXTENSIONS})
+        return json({"name": "tightfit-agent", "version": self._version, "extensions": EXTENSIONS})
 
     async def live(self, _: web.Request) -> web.Response:
-        return _json({"live": True})
+        return json({"live": True})
 
     async def health_ready(self, _: web.Request) -> web.Response:
-        return _json({"ready": self._gateway.ready}, 200 if self._gateway.ready else 503)
+        ready = self._repository.ready
+        return json({"ready": ready}, 200 if ready else 503)
 
     async def model_ready(self, request: web.Request) -> web.Response:
-        self._check_model(request)
-        ready = self._gateway.ready
-        return _json({"name": self._model.name, "ready": ready}, 200 if ready else 503)
+        if ensemble := self._ensembles.find(request):
+            ready = self._ensembles.ready(ensemble) and not self._gateway.draining
+            return json({"name": ensemble.name, "ready": ready}, 200 if ready else 503)
+        entry = self._entry(request)
+        ready = entry.ready and not self._gateway.draining
+        return json({"name": entry.name, "ready": ready}, 200 if ready else 503)
 
     async def metadata(self, request: web.Request) -> web.Response:
-        self._check_model(request)
-        contract = self._model.contract
-        return _json(
+        if ensemble := self._ensembles.find(request):
+            return json(self._ensembles.metadata(request, ensemble))
+        served = self._active(request)
+        contract, images = served.model.contract.whole, served.images
+        return json(
             {
-                "name": self._model.name,
-                "versions": [self._model.version],
-                "platform": f"{self._model.manifest.runtime}_onnx",
-                "inputs": [_describe(spec) for spec in contract.inputs],
-                "outputs": [_describe(spec) for spec in contract.outputs],
-                **({"parameters": self._images.describe()} if self._images else {}),
+                "name": served.name,
+                "versions": self._repository.versions(served.name),
+                "platform": f"{served.model.manifest.runtime}_onnx",
+                "inputs": [describe(spec) for spec in contract.inputs],
+                "outputs": [describe(spec) for spec in contract.outputs],
+                **({"parameters": images.describe(served.name)} if images else {}),
             }
         )
 
+    async def config(self, request: web.Request) -> web.Response:
+        if ensemble := self._ensembles.find(request):
+            return json(self._ensembles.config(request, ensemble))
+        served = self._active(request)
+        return json(config_of(served, len(self._repository.versions(served.name))))
+
+    async def openapi(self, _: web.Request) -> web.Response:
+        active = {entry.name: entry.active for entry in reversed(self._repository.entries) if entry.active}
+        models = [Described(name, each.model.contract.whole, bool(each.images)) for name, each in active.items()]
+        return json(document(self._version, models))
+
     async def metrics(self, _: web.Request) -> web.Response:
-        text = await self._off_loop(self._gateway.telemetry.text)
-        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE, **_SERVER})
+        text = await self._runs.off_loop(self._gateway.telemetry.text)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE, **SERVER})
 
     # --- infer
 
     async def infer(self, request: web.Request) -> web.StreamResponse:
-        """Tensors in, tensors out; or an image in and an answer out, as tensors."""
-        return await self._settled(self._infer, request)
+        """Tensors in, tensors out; or an image in and an answer out, as tensors, or as `image` has it where the body is
+        the image itself."""
+        is_image = request.content_type.startswith("image/") and HEADER_LENGTH not in request.headers
+        return await self._settled(self._image if is_image else self._infer, request)
 
     async def image(self, request: web.Request) -> web.StreamResponse:
         """An image file in, whatever Content-Type it has; the answer as JSON, a list for every output."""
@@ -148,219 +174,184 @@ class V2:
         self, handler: Callable[[Call, web.Request], Awaitable[web.StreamResponse]], request: web.Request
     ) -> web.StreamResponse:
         """One request from its head to its answer; whatever happens, its call is settled exactly once."""
-        call = self._gateway.open()
+        call = self._gateway.open(request.remote or "")
+        call.echo = echoed(request.headers)
         reason, message = Reason.OK, ""
         try:
             return await handler(call, request)
         except asyncio.CancelledError:
             reason = Reason.DISCONNECTED
             raise
-        except _CutOffError as error:
+        except CutOffError as error:
             reason, message = error.reason, str(error)
             return error.response
-        except RefusedError as error:
-            reason, message = error.reason, str(error)
-        except TightfitError as error:
-            reason, message = Reason.BAD_REQUEST, str(error)
         except ConnectionError:
             reason, message = Reason.DISCONNECTED, "the client went away"
-        except Exception as error:  # noqa: BLE001 - answered and logged; the server goes on
-            reason, message = Reason.FAULT, f"the server failed: {type(error).__name__}"
-            self._log.exception("infer failed", id=call.id)
+        except Exception as error:  # noqa: BLE001 - answered, and logged where it is ours; the server goes on
+            reason, message = judged(error)
+            if reason is Reason.FAULT:
+                self._log.exception("infer failed", id=call.id, **call.echo)
         finally:
             self._gateway.settle(call, reason, message)
-        return _refusal(reason, message, unread=not request.content.is_eof())
+        return refusal(reason, message, unread=_much_is_unread(request))
 
     async def _infer(self, call: Call, request: web.Request) -> web.StreamResponse:
-        slot, body = await self._receive(call, request, self._body_bytes)
+        if ensemble := self._ensembles.find(request):
+            return await self._ensembles.infer(call, request, ensemble)
+        body = await self._receive(call, request, self._body_bytes)
+        served, slot = call.seat
         header_length = request.headers.get(HEADER_LENGTH)
         encoding = request.headers.get("Content-Encoding", "")
-        quick = not encoding and self._quick(len(body), header_length)
-        decoded, nbytes = await self._in_turn(quick, self._decode, body, encoding, header_length, slot)
+        quick = is_quick(served.model.contract, len(body), encoding, header_length)
+        decoded, nbytes = await self._runs.in_turn(quick, self._decode, body, encoding, header_length, served, slot)
         del body  # from here on its tensors stand in the slot
+        call.priority = decoded.priority or call.priority
         if decoded.timeout_s is not None:
-            self._gateway.set_timeout(call, decoded.timeout_s)
-        accept = request.headers.get("Accept-Encoding")
-        images = self._images
-        if images and decoded.is_image:
+            self._gateway.set_timeout(call, decoded.timeout_s, waited_s(request.transport))
+        if decoded.part is not None:
+            return await self._part(call, request, decoded, decoded.part)
+        if decoded.is_image:
             (image,) = unpack_strings(memoryview(decoded.payloads[0]), 1)
-            answer = await self._ask(call, slot, image)
-            return await self._off_loop(self._encode, decoded, _tensors_of(decoded, answer, images.contract), accept)
-        result = await self._gateway.infer(call, decoded.shapes, nbytes, tuple(w.index for w in decoded.wishes))
-        size = sum(output.nbytes for output in result.outputs)
+            images = _images_of(served)
+            answer = await self._runs.image(call, images, image)
+            tensors = await self._runs.off_loop(answered, images.contract, decoded, answer)
+        else:
+            contract = served.model.contract
+            if decoded.payloads:
+                made = await self._runs.tensors(call, decoded.shapes, decoded.payloads, decoded.wanted)
+            else:
+                result = await self._gateway.infer(call, decoded.shapes, nbytes, decoded.wanted)
+                made = outputs_in(served, slot, result)
+            quick = not any(wish.classes for wish in decoded.wishes) or sum(t.nbytes for _, t in made) < OFF_LOOP_BYTES
+            tensors = await self._runs.in_turn(quick, wished, contract, decoded, made, served.labels)
+        await self._streams.feeds.publish(call, decoded.id, tensors)
+        return await self._send(request, served.name, served.version, decoded, tensors)
+
+    async def _part(self, call: Call, request: web.Request, decoded: InferRequest, part: Part) -> web.StreamResponse:
+        """A request of a sequence, whose state is kept."""
+        served, _ = call.seat
+        contract, kept = served.model.contract, served.model.contract.without_state
+        outputs = tuple(contract.outputs.index(kept.outputs[index]) for index in decoded.wanted)
+        async with self._sequences.run(call, part, decoded.shapes, decoded.payloads, outputs) as result:
+            _, slot = call.seat
+            made = dict(zip([each.index for each in result.outputs], outputs_in(served, slot, result), strict=True))
+            tensors = wished(kept, decoded, [made[index] for index in outputs], served.labels)
+            await self._streams.feeds.publish(call, decoded.id, tensors)
+            return await self._send(request, served.name, served.version, decoded, tensors)
+
+    async def _send(
+        self, request: web.Request, name: str, version: str, decoded: InferRequest, tensors: list[OutputTensor]
+    ) -> web.StreamResponse:
+        """Answer with tensors, in the form each was asked for."""
+        accept = request.headers.get("Accept-Encoding")
+        size = sum(tensor.data.nbytes for tensor in tensors)
         raw = all(w.binary for w in decoded.wishes) and choose_encoding(accept, True, size) is None
         if raw and size >= _STREAMED_BYTES:
-            return await self._stream(request, decoded, result, slot)
-        tensors = self._tensors(decoded, result, slot)
-        return await self._in_turn(size < _OFF_LOOP_BYTES, self._encode, decoded, tensors, accept)
+            return await self._stream(request, *encode_parts(name, version, decoded.id, tensors))
+        return await self._runs.in_turn(size < OFF_LOOP_BYTES, encode, name, version, decoded, tensors, accept)
 
     async def _image(self, call: Call, request: web.Request) -> web.StreamResponse:
-        slot, body = await self._receive(call, request, self._image_bytes)
+        if ensemble := self._ensembles.find(request):
+            return await self._ensembles.image(call, request, ensemble)
+        body = await self._receive(call, request, self._image_bytes)
+        served, _ = call.seat
+        images = _images_of(served)
         if encoding := request.headers.get("Content-Encoding"):
-            body = await self._off_loop(decompress, body, encoding, self._image_bytes)
-        answer = await self._ask(call, slot, body)
-        return _json(
+            body = await self._runs.off_loop(decompress, body, encoding, self._image_bytes(served))
+        answer = await self._runs.image(call, images, body)
+        await self._streams.feeds.publish(call, None, all_of(images.contract, answer))
+        return json(
             {
-                "model_name": self._model.name,
-                "model_version": self._model.version,
-                **{name: _listed(array) for name, array in answer.items()},
+                "model_name": served.name,
+                "model_version": served.version,
+                **{name: listed(array) for name, array in answer.items()},
             }
         )
 
-    async def _receive(self, call: Call, request: web.Request, limit: int) -> tuple[int, bytes]:
-        """(slot, body): who has no slot sends no body."""
-        self._check_model(request)
-        check_length(request, limit)
-        slot = await self._gateway.admit(call)
+    async def _receive(self, call: Call, request: web.Request, limit: Callable[[Served], int]) -> bytes:
+        """The body, for the slot that the call then holds: who has none sends no body."""
+        entry = self._entry(request)
+        if "version" not in request.match_info:
+            entry = self._repository.answering(entry)
+        if entry.active is not None:
+            check_length(request, limit(entry.active))
+        call.priority = priority_of(request.headers)
+        timeout_s = timeout_of(request.headers)
+        if timeout_s is not None:
+            self._gateway.set_timeout(call, timeout_s, waited_s(request.transport))
+        served, _ = await self._gateway.admit(call, entry)
+        version = request.match_info.get("version")
+        if version not in (None, served.version):
+            raise no_version(entry.name, str(version), self._repository.versions(entry.name))
         left_s = call.deadline - time.monotonic()
-        return slot, await read_body(request, limit, min(self._body_s, max(left_s, 0.001)))
-
-    async def _ask(self, call: Call, slot: int, image: bytes) -> dict[str, NDArray[Any]]:
-        """The answer to an encoded image."""
-        images, slab = self._images, self._gateway.slab
-        assert images is not None  # noqa: S101 - for the type checker: only then images are taken
-        filled = await self._off_loop(images.fill, image, slab, slot, threads=images.thread)
-        result = await self._gateway.infer(call, (filled.shape,), (filled.nbytes,), images.outputs)
-        return await self._off_loop(images.answer, result, slab, slot, filled, threads=images.thread)
-
-    def _quick(self, nbytes: int, header_length: str | None) -> bool:
-        """Whether a body takes no time to decode: little JSON, and not too much to copy."""
-        if header_length is None or not header_length.isdecimal() or self._has_strings:
-            return nbytes < _OFF_LOOP_BYTES
-        return nbytes < _OFF_LOOP_RAW_BYTES and int(header_length[:18]) < _OFF_LOOP_BYTES
+        return await read_body(request, limit(served), min(self._http.body_s, max(left_s, 0.001)))
 
     def _decode(
-        self, body: bytes, encoding: str, header_length: str | None, slot: int
+        self, body: bytes, encoding: str, header_length: str | None, served: Served, slot: int
     ) -> tuple[InferRequest, tuple[int, ...]]:
         """Decode the body and write its tensors into the slot: (request without them, bytes of each). An image stays
-        in the request."""
-        images = self._images.contract if self._images else None
-        body = decompress(body, encoding, self._body_bytes)
-        decoded = decode_infer(body, header_length, self._model.contract, images)
-        if decoded.is_image:
+        in the request, and so do sequences that are too long for a slot."""
+        images = served.images.contract if served.images else None
+        contract = served.model.contract
+        body = decompress(body, encoding, self._body_bytes(served))
+        kept = contract.without_state if contract.states else None
+        decoded = decode_infer(body, header_length, contract.whole, images, kept)
+        if decoded.is_image or decoded.part or is_long(contract, decoded.shapes):
             return decoded, ()
-        for index, payload in enumerate(decoded.payloads):
-            self._gateway.slab.input(slot, index)[: len(payload)] = np.frombuffer(payload, np.uint8)
-        return replace(decoded, payloads=()), tuple(len(payload) for payload in decoded.payloads)
+        return replace(decoded, payloads=()), write(served, slot, decoded.payloads)
 
-    def _encode(self, decoded: InferRequest, tensors: list[OutputTensor], accept: str | None) -> web.Response:
-        """Copy the outputs, in the form each was asked for."""
-        body, json_length = encode_infer(self._model.name, self._model.version, decoded.id, tensors)
-        kind = "application/json" if json_length is None else "application/octet-stream"
-        headers = {"Content-Type": kind, **_SERVER}
-        if json_length is not None:
-            headers[HEADER_LENGTH] = str(json_length)
-        encoding = choose_encoding(accept, json_length is not None, len(body))
-        if encoding:
-            body = compress(body, encoding)
-            headers["Content-Encoding"] = encoding
-        return web.Response(body=body, headers=headers)
-
-    def _tensors(self, decoded: InferRequest, result: Result, slot: int) -> list[OutputTensor]:
-        """The wanted outputs, as they stand in the slot."""
-        return [
-            OutputTensor(
-                self._model.contract.outputs[output.index],
-                output.shape,
-                self._gateway.slab.output(slot, output.index)[: output.nbytes],
-                wish.binary,
-            )
-            for output, wish in zip(result.outputs, decoded.wishes, strict=True)
-        ]
-
-    async def _stream(
-        self, request: web.Request, decoded: InferRequest, result: Result, slot: int
-    ) -> web.StreamResponse:
-        """Send raw outputs out of the slot. Raises _CutOffError when the client does not take them in time."""
-        tensors = self._tensors(decoded, result, slot)
-        head, raw = encode_parts(self._model.name, self._model.version, decoded.id, tensors)
+    async def _stream(self, request: web.Request, head: bytes, raw: list[memoryview]) -> web.StreamResponse:
+        """Send raw outputs out of the slot. Raises CutOffError when the client does not take them in time."""
         response = web.StreamResponse(
-            headers={"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(head)), **_SERVER}
+            headers={"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(head)), **SERVER}
         )
         response.content_length = len(head) + sum(view.nbytes for view in raw)
         await response.prepare(request)
         try:
-            await asyncio.wait_for(_send(response, head, raw), self._send_s)
+            await asyncio.wait_for(_write_out(response, head, raw), self._http.send_s)
         except (TimeoutError, asyncio.TimeoutError):
             if request.transport is not None:
                 request.transport.abort()
-            raise _CutOffError(
-                Reason.SLOW_READER, f"the answer was not taken within {self._send_s:g} s", response
+            raise CutOffError(
+                Reason.SLOW_READER, f"the answer was not taken within {self._http.send_s:g} s", response
             ) from None
         return response
 
     # --- small parts
 
-    def _check_model(self, request: web.Request) -> None:
-        name, version = request.match_info["model"], request.match_info.get("version")
-        if name != self._model.name:
-            name = name[:100]
-            raise RefusedError(Reason.UNKNOWN_MODEL, f"unknown model {name!r}", did_you_mean(name, [self._model.name]))
-        if version not in (None, self._model.version):
-            raise RefusedError(
-                Reason.UNKNOWN_MODEL,
-                f"model {name!r} has no version {version[:100]!r}",
-                f"available: {self._model.version}",
-            )
+    def _entry(self, request: web.Request) -> Entry:
+        return self._repository.find(request.match_info["model"], request.match_info.get("version"))
 
-    async def _expect(self, limit: int, request: web.Request) -> web.StreamResponse | None:
-        """Answer `Expect: 100-continue`: a body that would be refused is refused before it is sent."""
-        try:
-            check_length(request, limit)
-        except RefusedError as error:
-            return _refusal(error.reason, str(error), unread=True)
-        if request.headers.get("Expect", "").lower() != "100-continue":
-            raise web.HTTPExpectationFailed(text="available: 100-continue")
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        # What counts as output is the final answer only.
-        request.writer.output_size = 0
-        return None
+    def _active(self, request: web.Request) -> Served:
+        entry = self._entry(request)
+        if entry.active is None:
+            raise RefusedError(Reason.MODEL_NOT_READY, f"model {entry.name!r} is not loaded now")
+        return entry.active
 
-    async def _in_turn(self, quick: bool, function: Callable[..., T], *arguments: Any) -> T:
-        """Call it: here when that takes no time, in a thread otherwise."""
-        if quick:
-            return function(*arguments)
-        return await self._off_loop(function, *arguments)
+    def _body_bytes(self, served: Served) -> int:
+        """The most that an infer request of the model can have, before and after decompression."""
+        largest = largest_body(served.model.contract.whole)
+        if served.images:
+            largest = max(largest, base64_body(served.images.max_bytes))
+        return min(self._http.body_bytes, largest)
 
-    async def _off_loop(self, function: Callable[..., T], *arguments: Any, threads: Executor | None = None) -> T:
-        future = asyncio.get_running_loop().run_in_executor(threads or self._threads, function, *arguments)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            # A thread cannot be stopped, and the slot must not be released while one works in it.
-            await asyncio.wait([future])
-            raise
+    def _image_bytes(self, served: Served) -> int:
+        """The same of an image."""
+        return min(self._http.body_bytes, _images_of(served).max_bytes)
 
 
-def _base64_body(nbytes: int) -> int:
-    """No request with an image of that size in base64 needs more."""
-    return nbytes * 4 // 3 + _HEAD_BYTES
+async def _echo(request: web.Request, response: web.StreamResponse) -> None:
+    """Every answer that has a request, errors and the heads of streams too, says which request it is of."""
+    response.headers.update(echoed(request.headers))
 
 
-def _tensors_of(decoded: InferRequest, answer: dict[str, NDArray[Any]], contract: Contract) -> list[OutputTensor]:
-    """The wanted outputs of an answer."""
-    wanted = [(contract.outputs[wish.index], wish.binary) for wish in decoded.wishes]
-    return [OutputTensor(spec, answer[spec.name].shape, _raw(answer[spec.name]), binary) for spec, binary in wanted]
+def _images_of(served: Served) -> Images:
+    if served.images is None:
+        raise no_images("model", served.name)
+    return served.images
 
 
-def _raw(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """An output's bytes as they are on the wire."""
-    return np.frombuffer(pack_strings(array) if array.dtype == object else array.tobytes(), np.uint8)
-
-
-def _listed(array: NDArray[Any]) -> list[Any]:
-    return [text.decode() for text in array] if array.dtype == object else array.tolist()
-
-
-class _CutOffError(RefusedError):
-    """The answer had begun when it failed: the connection is closed, and nothing more can be said on it."""
-
-    def __init__(self, reason: Reason, message: str, response: web.StreamResponse) -> None:
-        super().__init__(reason, message)
-        self.response = response
-
-
-async def _send(response: web.StreamResponse, head: bytes, raw: list[memoryview]) -> None:
+async def _write_out(response: web.StreamResponse, head: bytes, raw: list[memoryview]) -> None:
     """Write all of it, waiting for the client. Pieces are copied: the transport may keep the last of them until after
     the slot is another request's."""
     await response.write(head)
@@ -368,42 +359,3 @@ async def _send(response: web.StreamResponse, head: bytes, raw: list[memoryview]
         for start in range(0, view.nbytes, _PIECE_BYTES):
             await response.write(bytes(view[start : start + _PIECE_BYTES]))
     await response.write_eof()
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn what handlers and the router raise into the protocol's error body."""
-    try:
-        return await handler(request)
-    except RefusedError as error:
-        return _refusal(error.reason, str(error))
-    except web.HTTPException as error:
-        allow = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
-        hint = f"; allowed here: {allow['Allow']}" if allow else ""
-        return _json({"error": f"{error.reason}: {request.method} {request.path[:200]}{hint}"}, error.status, allow)
-    except Exception as error:  # noqa: BLE001 - answered and logged; the server goes on
-        log.get("http").exception("request failed", path=request.path[:200])
-        return _json({"error": f"the server failed: {type(error).__name__}"}, 500)
-
-
-def _refusal(reason: Reason, message: str, unread: bool = False) -> web.Response:
-    answer = TABLE[reason]
-    headers = {} if answer.retry_after_s is None else {"Retry-After": str(answer.retry_after_s)}
-    response = _json({"error": message[:_MAX_ERROR_CHARACTERS]}, answer.status, headers)
-    if unread or reason is Reason.DRAINING:
-        # The rest of an unread body would be taken for the next request, or be waited for.
-        response.force_close()
-    return response
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(value),
-        status=status,
-        headers={"Content-Type": "application/json", **_SERVER, **(headers or {})},
-    )
-
-
-def _describe(spec: TensorSpec) -> dict[str, Any]:
-    shape = [dim if isinstance(dim, int) else -1 for dim in spec.shape]
-    return {"name": spec.name, "datatype": spec.dtype.oip, "shape": shape}

@@ -1,4 +1,4 @@
-"""Sending: open loop on a schedule, closed loop for the capacity. All I/O of the load generator is here.
+"""Sending: open loop on a schedule, closed loop for the capacity.
 
 Theory of operation. As many workers as there may be connections share one iterator of arrivals. Each takes the next,
 sleeps until it is due, sends it, reads the answer, and takes the next: the queue for a connection is first come first
@@ -29,6 +29,7 @@ from yarl import URL
 from agent.load.arrivals import Arrival, Pick
 from agent.load.histogram import Histogram
 from agent.load.samples import Kind, Message, Metadata
+from agent.load.streams import Streams
 from agent.load.tally import Measured, Outcome, Tally, failure_of
 from targets.errors import TightfitError
 
@@ -65,6 +66,11 @@ def run(work: Callable[[asyncio.Event], Coroutine[Any, Any, T]]) -> T:
         loop.add_signal_handler(signal.SIGINT, interrupt)
         return loop.run_until_complete(work(stop))
     finally:
+        # What aiohttp still writes for streams that were left.
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
         asyncio.set_event_loop(None)
@@ -72,12 +78,14 @@ def run(work: Callable[[asyncio.Event], Coroutine[Any, Any, T]]) -> T:
 
 
 class Client:
-    """One server, one pool of kept-alive connections, one mix of requests."""
+    """One server, one pool of kept-alive connections, or of `streams`, and one mix of requests."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, base: URL, kinds: Sequence[Kind], connections: int, timeout_s: float
-    ) -> None:
+        self, session: aiohttp.ClientSession, base: URL, kinds: Sequence[Kind], connections: int, timeout_s: float,
+        streams: Streams | None = None,
+    ) -> None:  # fmt: skip
         self._session = session
+        self._streams = streams
         self._kinds = kinds
         self._connections = connections
         self._timeout_s = timeout_s
@@ -192,17 +200,11 @@ class Client:
         }
         received, failure, given_up = 0, "", False
         try:
-            async with self._session.post(
-                ready.url, data=ready.payload, headers=headers, allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=left_s, ceil_threshold=_NEVER_ROUND),
-            ) as response:  # fmt: skip
-                message = b""
-                async for chunk in response.content.iter_any():
-                    received += len(chunk)
-                    if response.status != 200 and len(message) < _ERROR_BYTES:
-                        message += chunk
-                if response.status != 200:
-                    failure = failure_of(response.status, message)
+            if self._streams is not None:
+                asked = self._streams.ask(ready.message, trace)
+                received, failure = await asyncio.wait_for(asked, left_s)
+            else:
+                received, failure = await self._post(ready, headers, left_s)
         except asyncio.TimeoutError:
             failure, given_up = f"no answer within {self._timeout_s:g} s of when it was due", True
         except (aiohttp.ClientError, OSError) as error:
@@ -210,11 +212,25 @@ class Client:
         ended = self._loop.time()
         return Outcome(trace, due, began, ended, was_ready, failure, given_up, ready.size, received)
 
+    async def _post(self, ready: _Ready, headers: dict[str, str], left_s: float) -> tuple[int, str]:
+        """(bytes received, why it failed). Raises what aiohttp does where there is no answer."""
+        received, message = 0, b""
+        async with self._session.post(
+            ready.url, data=ready.payload, headers=headers, allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(total=left_s, ceil_threshold=_NEVER_ROUND),
+        ) as response:  # fmt: skip
+            async for chunk in response.content.iter_any():
+                received += len(chunk)
+                if response.status != 200 and len(message) < _ERROR_BYTES:
+                    message += chunk
+        return received, "" if response.status == 200 else failure_of(response.status, message)
+
 
 @dataclass(frozen=True)
 class _Ready:
     """A message as aiohttp sends it, made once."""
 
+    message: Message
     url: URL
     payload: aiohttp.BytesPayload
     headers: dict[str, str]
@@ -223,7 +239,8 @@ class _Ready:
     @classmethod
     def of(cls, base: URL, message: Message) -> _Ready:
         payload = aiohttp.BytesPayload(message.body, content_type=message.headers["Content-Type"])
-        return cls(base.join(URL(message.path, encoded=True)), payload, message.headers, len(message.body))
+        url = base.join(URL(message.path, encoded=True))
+        return cls(message, url, payload, message.headers, len(message.body))
 
 
 def _reason(error: Exception) -> str:

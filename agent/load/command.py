@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from agent.load.client import MAX_CONNECTIONS, Client, metadata_of, run, session
 from agent.load.plot import Line, plot
 from agent.load.report import Report, Run, Slo, run_of, table
 from agent.load.samples import MAX_BYTES, Form, Kind, Metadata, file_messages, random_messages, read_inputs
+from agent.load.streams import Streams
 from targets.errors import TightfitError
 
 _MODEL_URL = re.compile(r"(https?://[^/?#]+)(/v2/models/[^/?#]+(?:/versions/[^/?#]+)?)/?")
@@ -32,6 +34,7 @@ EXAMPLES = (
     "Examples: tightfit-agent bench http://127.0.0.1:8080/v2/models/ocr --samples lines/ --load 50%,80%,120%"
     " | tightfit-agent bench URL --shape x=1,3,48,320..640 --rate 50,80 --deadline 100 --slo p99=80ms --plot rec.svg"
     " | tightfit-agent bench URL --mix normal=60:normal/ --mix dark=15:dark/ --rate 20 --json-output dark.json"
+    " | tightfit-agent bench URL --stream --rate 200 --connections 8 --deadline 50"
 )
 
 
@@ -48,6 +51,7 @@ class Plan:
     warmup_s: float
     connections: int
     spacing: Spacing
+    stream: bool
     timeout_s: float
     deadline_s: float | None
     priority: int | None
@@ -76,6 +80,9 @@ def bench(
     spacing: Annotated[Spacing, typer.Option("--arrivals", help="Random, as of many clients, or even.")] = (
         Spacing.POISSON
     ),
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Send records of streams, one at a time on each connection.")
+    ] = False,
     timeout: Annotated[
         float, typer.Option(min=0.001, max=3600, help="Give a request up so many seconds after it was due.")
     ] = 10.0,
@@ -132,6 +139,7 @@ def bench(
         warmup_s=warmup,
         connections=connections,
         spacing=spacing,
+        stream=stream,
         timeout_s=timeout,
         deadline_s=None if deadline is None else deadline / 1e3,
         priority=priority,
@@ -159,11 +167,17 @@ def _check_times(plan: Plan) -> None:
 
 
 async def _measure(plan: Plan, stop: asyncio.Event) -> tuple[Report, list[Line]]:
-    async with session_of(plan.connections) as session:
+    async with contextlib.AsyncExitStack() as stack:
+        session = await stack.enter_async_context(session_of(plan.connections))
         metadata, takes_binary = await metadata_of(session, plan.base, plan.path, _METADATA_S)
         binary = takes_binary if plan.tensors is None else plan.tensors == "binary"
-        kinds = _kinds(plan, metadata, Form(f"{plan.path}/infer", binary, _parameters(plan)))
-        client = Client(session, plan.base, kinds, plan.connections, plan.timeout_s)
+        form = Form(f"{plan.path}/infer", binary, _parameters(plan), image_path=not plan.stream)
+        kinds = _kinds(plan, metadata, form)
+        streams = None
+        if plan.stream:
+            streams = Streams(session, plan.base.join(URL(f"{plan.path}/stream", encoded=True)))
+            stack.callback(streams.close)
+        client = Client(session, plan.base, kinds, plan.connections, plan.timeout_s, streams)
         mix = [Share(kind.weight, len(kind.messages)) for kind in kinds]
         capacity: float | None = None
         used: int | None = None
@@ -196,6 +210,7 @@ async def _measure(plan: Plan, stop: asyncio.Event) -> tuple[Report, list[Line]]
         model=metadata.name,
         versions=metadata.versions,
         tensors="binary" if binary else "json",
+        stream=plan.stream,
         arrivals=plan.spacing.value,
         seed=plan.seed,
         connections=plan.connections,

@@ -102,6 +102,7 @@ class Report(msgspec.Struct, frozen=True):
     model: str
     versions: list[str]
     tensors: str
+    stream: bool
     arrivals: str
     seed: int
     connections: int
@@ -205,7 +206,8 @@ def _warnings(cpu_share: float, late_ms: float, latency: Histogram) -> Iterable[
 
 def table(report: Report) -> str:
     """The report as text, without a newline at the end."""
-    lines = [f"{report.model} at {report.url}: {report.arrivals} arrivals, {report.connections} connections, "
+    ways = "streams" if report.stream else "connections"
+    lines = [f"{report.model} at {report.url}: {report.arrivals} arrivals, {report.connections} {ways}, "
              f"{report.tensors}, seed {report.seed}, request ids {report.trace}-..."]  # fmt: skip
     if report.capacity_per_s is not None:
         used = f"with {report.capacity_connections} of {report.connections} connections, the others were refused"

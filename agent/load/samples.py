@@ -92,11 +92,13 @@ class Kind:
 
 @dataclass(frozen=True)
 class Form:
-    """How requests are written: path of infer, tensors as raw bytes or as JSON, parameters (timeout, priority)."""
+    """How requests are written: path of infer, tensors as raw bytes or as JSON, parameters (timeout, priority); and
+    whether images may go to a path of their own."""
 
     path: str
     binary: bool
     parameters: Parameters
+    image_path: bool = True
 
 
 # --- from arrays to requests
@@ -244,11 +246,11 @@ def _message_of(file: Path, metadata: Metadata, form: Form, given: Mapping[str, 
 
 
 def _image_message(file: Path, metadata: Metadata, form: Form) -> Message:
-    """To /image as it is. That path has no parameters: with some, the image goes as a BYTES input."""
+    """To /image as it is. That path has no parameters: with some, or in a stream, the image goes as a BYTES input."""
     if metadata.image_path is None:
         raise TightfitError(f"{file}: {metadata.name} takes no images", "its bundle has no recipe; give arrays")
     data = _read(file)
-    if not form.parameters:
+    if form.image_path and not form.parameters:
         kind = "image/png" if file.suffix.lower() == ".png" else "image/jpeg"
         return Message(metadata.image_path, data, {"Content-Type": kind})
     name = metadata.parameters.get("image_input", IMAGE)

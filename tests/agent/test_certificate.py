@@ -16,6 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from onnx import helper
 
+from agent.certificate import check_certificate
 from agent.external_data import outside
 from agent.models import open_model
 from bench.big_model import Shape, generate
@@ -28,7 +29,8 @@ from targets.bundle import MANIFEST, Manifest, Residency, dumps, read_manifest, 
 from targets.errors import BudgetError, BundleError, TightfitError
 from targets.recipe import memory_bytes, parse_recipe
 from targets.tensor import DType
-from tests.support.bundles import dense, model_of
+from tests.support.bundles import dense, model_of, plan_of
+from tests.support.decoders import decoder
 from tests.support.images import CLASSIFIER, COLOURS
 from tests.support.models import save
 
@@ -46,29 +48,35 @@ def board_of(budget: int) -> Board:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A bundle from the heap, one that is mapped, one that is streamed but for a segment or two, one with a recipe."""
+    """A bundle from the heap, one that is mapped, one that is streamed but for a segment or two, one whose requests can
+    be put together, one with a recipe."""
     folder = tmp_path_factory.mktemp("made")
     source = folder / "decoder.onnx"
     generate(source, Shape(hidden=256, layers=6, heads=4, dtype="float32"))
     shapes = (parse_shape("x=1,1..4,256"),)
-    int4 = Options("int4", shapes, segments=2)
+    int4 = Options("int4", shapes, segments=2, slots=2)
     compile_model(source, BOARD, folder / "heap", int4)
     compile_model(source, BOARD, folder / "mapped", dataclasses.replace(int4, residency=MAPPED))
     compile_model(source, board_of(168 * MIB), folder / "mixed", Options(shapes=shapes, segments=6))
     x, y = dense("x", DType.FLOAT32, 1, 3, 8, 8), dense("y", DType.FLOAT32, 1, 3)
     nodes = [helper.make_node("GlobalAveragePool", ["x"], ["m"]), helper.make_node("Flatten", ["m"], ["y"])]
     (folder / "labels.txt").write_text(COLOURS)
+    n, w = dense("x", DType.FLOAT32, "n", 64, largest=512), {"w": np.ones((64, 16), np.float32)}
+    rows = model_of(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])], [n], [dense("y", DType.FLOAT32, "n", 16, largest=128)], w
+    )
+    compile_model(save(folder, rows), BOARD, folder / "rows", Options(shapes=(parse_shape("x=1..8,64"),)))
     recipe = Options(recipe=parse_recipe(CLASSIFIER, "test"), assets=(folder / "labels.txt",))
     compile_model(save(folder, model_of(nodes, [x], [y])), BOARD, folder / "recipe", recipe)
     bundles = {name: folder / name for name in NAMES}
     for bundle in bundles.values():
         open_model(bundle, BUDGET)
     placed = {name: {s.residency for s in read_manifest(bundle).segments} for name, bundle in bundles.items()}
-    assert placed == {"heap": {HEAP}, "mapped": {MAPPED}, "mixed": {MAPPED, STREAMED}, "recipe": {HEAP}}
+    assert placed == {"heap": {HEAP}, "mapped": {MAPPED}, "mixed": {MAPPED, STREAMED}, "rows": {HEAP}, "recipe": {HEAP}}
     return bundles
 
 
-NAMES = ("heap", "mapped", "mixed", "recipe")
+NAMES = ("heap", "mapped", "mixed", "rows", "recipe")
 
 
 @pytest.fixture
@@ -191,12 +199,15 @@ def least_of(bundle: Path, manifest: Manifest) -> dict[tuple[str, str], int]:
         ("load", "session"): run.nbytes("session"),
         ("load", "weights"): run.nbytes("weights"),
     }
+    if contract.batch:
+        least["run", "batch"] = inputs
     if recipe:
         least["run", "recipe"] = memory_bytes(recipe, contract)
     if plan.sweep:
         sizes, streamed = plan.sweep.segment_bytes, plan.sweep.streamed
-        pairs = [sizes[a] + sizes[b] for a, b in zip(streamed, (*streamed[1:], streamed[0]), strict=True)]
-        least["run", "mapped_weights"] = sum(sizes) - plan.sweep.pass_bytes + max(pairs)
+        least["run", "mapped_weights"] = sum(nbytes for at, nbytes in enumerate(sizes) if at not in streamed)
+        places = [[sizes[at] for at in streamed[start::2]] for start in (0, 1)]
+        least["run", "ring"] = sum(max(place, default=0) for place in places)
     else:
         files = [bundle / segment.file for segment in manifest.segments]
         term, other = ("mapped_weights", "weights") if run.nbytes("weights") == 0 else ("weights", "mapped_weights")
@@ -303,6 +314,11 @@ UNDERSTATED: dict[str, tuple[str, Change, str]] = {
     "bodies are not counted": ("heap", of_plan(phases=without_term("bodies")), "0 B for bodies"),
     "slots are not counted": ("heap", of_plan(phases=without_term("io_slots")), "nothing of 'io_slots'"),
     "images are not counted": ("recipe", of_plan(phases=without_term("recipe")), "0 B for images"),
+    "batches are not counted": (
+        "rows",
+        of_plan(phases=without_term("batch")),
+        "0 B for requests that are put together",
+    ),
     "a term twice": ("heap", of_plan(phases=twice), "counts 'runtime' twice"),
     "the heap's weights mapped": ("heap", placed(MAPPED), "has no phase finalise"),
     "one of them mapped": ("heap", placed(MAPPED, 1), "heap and mapped, which no plan has"),
@@ -334,11 +350,12 @@ def test_the_bytes_of_a_swept_segment_are_those_of_its_weights(kept: dict[str, P
     sweep = manifest.plan.sweep
     assert sweep is not None
     small = tuple(outside(kept["mixed"] / s.file).whole - 1 for s in manifest.segments)
-    passing = sum(small[step] for step in sweep.streamed)
+    places = [[small[step] for step in sweep.streamed[start::2]] for start in (0, 1)]
+    passing = sum(sum(place) for place in places if len(place) > 1)
     smaller = msgspec.structs.replace(sweep, segment_bytes=small, pass_bytes=passing, lru_bytes=0, belady_bytes=0)
     plan = msgspec.structs.replace(manifest.plan, sweep=smaller)
-    mapped = plan.phase("run").nbytes("mapped_weights")
-    room = plan.budget_bytes - (plan.phase("run").total_bytes - mapped)
+    run = plan.phase("run")
+    room = plan.budget_bytes - (run.total_bytes - run.nbytes("mapped_weights") - run.nbytes("ring"))
     plan = msgspec.structs.replace(
         plan,
         sweep=msgspec.structs.replace(
@@ -373,3 +390,22 @@ def test_of_a_board_that_is_not_known_the_machine_alone_counts(kept: dict[str, P
         foreign = msgspec.structs.replace(manifest, target=target, plan=plan)
         (kept["heap"] / MANIFEST).write_bytes(dumps(sealed(foreign)))
         open_model(kept["heap"], BUDGET)
+
+
+def test_a_tokenizer_that_is_not_counted(tmp_path: Path) -> None:
+    folder = decoder(tmp_path / "decoder.tfb")
+    manifest = read_manifest(folder)
+    check_certificate(manifest)
+    plan = plan_of(manifest.contract)
+    with pytest.raises(BudgetError, match=r"the plan counts 0 B for the tokenizer, which need"):
+        check_certificate(msgspec.structs.replace(manifest, plan=plan))
+
+
+def test_state_needs_two_places_as_large_as_the_larger(tmp_path: Path) -> None:
+    manifest = read_manifest(decoder(tmp_path / "decoder.tfb"))
+    specs = (*manifest.contract.inputs, *manifest.contract.outputs)
+    without = 2 * sum(spec.max_nbytes for spec in specs)
+    tokenizer = manifest.plan.phase("run").nbytes("tokenizer")
+    plan = plan_of(manifest.contract, io_slots=without, tokenizer=tokenizer)
+    with pytest.raises(BudgetError, match="for its 2 slots, which need"):
+        check_certificate(msgspec.structs.replace(manifest, plan=plan))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.config import SECTIONS, Config, load_config, tomllib
+from agent.config import SECTIONS, Config, ModelOptions, load_config, tomllib
 from agent.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +24,30 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert (config.bundle, config.http.port, config.http.host) == ("b.tfb", 2, "127.0.0.2")
 
 
+def test_addresses(tmp_path: Path) -> None:
+    listen = 'listen = ["127.0.0.1:80", "[::1]:81", "localhost:0", "unix:/run/a b.sock"]'
+    path = write(tmp_path, f'bundle = "a"\n[http]\n{listen}\n')
+    every = (("127.0.0.1", 80), ("::1", 81), ("localhost", 0), Path("/run/a b.sock"))
+    assert load_config(path, {}).http.addresses == every
+    assert load_config(path, {"http": {"port": 2}}).http.addresses == (("127.0.0.1", 2),)
+    with pytest.raises(ConfigError, match="both listen and host or port"):
+        load_config(write(tmp_path, f'bundle = "a"\n[http]\nport = 1\n{listen}\n'), {})
+    with pytest.raises(ConfigError, match=r"host 0\.0\.0\.0 can be reached"):
+        load_config(write(tmp_path, 'bundle = "a"\n[http]\nlisten = ["127.0.0.1:1", "0.0.0.0:1"]\n'), {})
+
+
+@pytest.mark.parametrize("address", ["", "80", ":80", "::1:80", "[::1]", "h:", "h:65536", "unix:", "unix:a", "/run/a"])
+def test_what_is_no_address(tmp_path: Path, address: str) -> None:
+    with pytest.raises(ConfigError, match="is no address to listen on: HOST:PORT"):
+        load_config(write(tmp_path, f'bundle = "a"\n[http]\nlisten = ["{address}"]\n'), {})
+
+
+def test_several_models(tmp_path: Path) -> None:
+    path = write(tmp_path, '[[models]]\nbundle = "a.tfb"\n[[models]]\nbundle = "b.tfb"\nweight = 2.5\npriority = 7\n')
+    assert load_config(path, {}).served == (ModelOptions("a.tfb"), ModelOptions("b.tfb", weight=2.5, priority=7))
+    assert load_config(path, {"": {"bundle": "c.tfb"}}).served == (ModelOptions("c.tfb"),)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -36,6 +60,12 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ('bundle = "a"\n[log]\nlevel = "loud"', "Invalid enum value 'loud'"),
         ('bundle = "a', "not valid TOML"),
         ("", "no bundle to serve"),
+        ('[[models]]\nbundle = "a"\n[[models]]\nbundel = "b"', "unknown field `bundel`.*did you mean 'bundle'"),
+        ('[[models]]\nbundle = "a"\nname = "a/b"', "'a/b' cannot be a model's name"),
+        ('[[models]]\nbundle = ""', "a model needs a bundle"),
+        ('[[models]]\nbundle = "a"\npriority = 0', "Expected `int` >= 1"),
+        ('bundle = "a"\n[[models]]\nbundle = "b"', "both bundle and"),
+        ('bundle = "a"\n[repository]\ncontrl = true', "did you mean 'control'"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -70,6 +100,9 @@ def test_the_example_names_every_key_with_its_default() -> None:
     text = (ROOT / "systemd" / "agent.toml.example").read_text(encoding="utf-8")
     given = tomllib.loads("\n".join(line.removeprefix("#") for line in text.splitlines() if not line.startswith("# ")))
     defaults = Config(bundle=given["bundle"])
+    (model,) = given["models"]
+    assert ModelOptions(**model) == ModelOptions(model["bundle"])
     for section, struct in SECTIONS.items():
-        assert set(given[section]) == set(struct.__struct_fields__), section
+        (keys,) = given[section] if isinstance(given[section], list) else [given[section]]
+        assert set(keys) == set(struct.__struct_fields__), section
     assert load_config(ROOT / "systemd" / "agent.toml.example", {}) == defaults

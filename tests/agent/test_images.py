@@ -37,6 +37,7 @@ from tests.support.images import (
     png_of,
     turned,
 )
+from tests.support.streams import Exchange, stream
 
 IMAGE = "/v2/models/colour/image"
 
@@ -229,3 +230,30 @@ def test_without_opencv_the_extra_is_named(tmp_path: Path) -> None:
         assert code == 2
         assert "cv2 is not installed (pip install 'tightfit[agent,cpu,image]')" in error
         assert "Traceback" not in error
+
+
+def test_a_camera_s_parts_in_a_stream_and_who_follows_it(tmp_path: Path) -> None:
+    """Each image is answered in order; what is none is an error in its place; and what was answered can be followed."""
+    bundle = classifier(tmp_path / "colour.tfb")
+    config = tmp_path / "agent.toml"
+    config.write_text(f'[[models]]\nbundle = "{bundle}"\nresults_mib = 1\n', encoding="utf-8")
+    pictures = [jpeg(plain(8, 8, RED)), b"no image", png(noise(300, 300)), png(plain(8, 8, BLUE))]
+    with (
+        serving(None, tmp_path / "log", "--config", str(config)) as agent,
+        Exchange(agent, "/v2/models/colour/results") as following,
+        stream(agent, "multipart/x-mixed-replace; boundary=frame") as exchange,
+    ):
+        assert following.status == 200
+        for number, data in enumerate(pictures):
+            kind = "image/jpeg" if data.startswith(b"\xff") else "image/png"
+            head = f"--frame\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\nContent-ID: <{number}>\r\n\r\n"
+            exchange.send(head.encode() + data + b"\r\n")
+        exchange.end()
+        records = exchange.records()
+        assert ask(agent, jpeg(plain(8, 8, GREEN)))["label"] == ["green"]
+        followed = following.records(4)
+    assert [(record["seq"], record["id"]) for record in records] == [(at + 1, str(at)) for at in range(4)]
+    assert [record["status"] for record in records] == [200, 400, 200, 200]
+    labels = [record["outputs"][0]["data"] for record in records if record["status"] == 200]
+    assert (labels[0], labels[2]) == (["red"], ["blue"])
+    assert [record["outputs"][0]["data"] for record in followed] == [*labels, ["green"]]

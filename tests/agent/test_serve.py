@@ -36,7 +36,7 @@ def refused(*arguments: str, **env: str) -> str:
 
 
 def test_the_gateway_imports_no_runtime() -> None:
-    heavy = ("compile", "onnx", "onnxruntime", "tensorrt", "cv2")
+    heavy = ("compile", "onnx", "onnxruntime", "tensorrt", "cv2", "tokenizers")
     code = f"import sys, agent.app, agent.__main__; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

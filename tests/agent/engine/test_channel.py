@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -42,6 +44,12 @@ def test_every_tensor_has_a_place_of_its_own(inputs: list[int], outputs: list[in
     assert [size for _, size in (*layout.inputs, *layout.outputs)] == [*inputs, *outputs]
 
 
+def test_there_are_no_more_slots_than_a_pass_can_name() -> None:
+    few, many = contract_of([8], [8]), contract_of([8] * 300, [8] * 300)
+    assert Layout.of(few, 256).slots == 256
+    assert Layout.of(many, 256).slots == most_runs(many) < 256
+
+
 def test_both_ends_see_one_memory() -> None:
     layout = Layout.of(contract_of([5], [3]), 2)
     gateway = Slab.create(layout)
@@ -51,25 +59,43 @@ def test_both_ends_see_one_memory() -> None:
     assert engine.input(0, 0).tolist() == [0] * 5
     with pytest.raises(OSError, match="not permitted"):
         os.ftruncate(engine.fd, 0)
+    with pytest.raises(ValueError, match="slot 2 is not one of 2"):
+        gateway.input(2, 0)
+    seen = gateway.input(1, 0)
     gateway.close_fd()
     gateway.close_fd()
     engine.close_fd()
-    assert gateway.input(1, 0)[4] == 4
-    with pytest.raises(ValueError, match="slot 2 is not one of 2"):
-        gateway.input(2, 0)
+    assert seen[4] == 4
+
+
+def slabs_in_memory() -> int:
+    return Path("/proc/self/maps").read_text().count("tightfit-slab")
+
+
+def test_a_slab_that_is_closed_is_no_more_in_memory() -> None:
+    gc.collect()  # those of other tests
+    before = slabs_in_memory()
+    slab = Slab.create(Layout.of(contract_of([5], [3]), 2))
+    slab.input(0, 0)[:] = 1
+    slab.output(1, 0)
+    assert slabs_in_memory() == before + 1
+    slab.close()
+    assert slabs_in_memory() == before
 
 
 def test_messages_keep_their_boundaries() -> None:
     gateway, engine = channel.socket_pair()
     with gateway, engine:
         runs = [Run(number, 0, ((2, 3),), (24,), (0,)) for number in range(3)]
-        passes = [Pass((runs[0],)), Pass(tuple(runs[1:]))]
+        passes = [Pass(((runs[0],),)), Pass((tuple(runs[1:]), (runs[0],)))]
         for each in passes:
-            channel.send(gateway, each)
+            channel.send_to_engine(gateway, each)
         assert [channel.receive_in_engine(engine) for _ in passes] == passes
-        for reply in (Passed(0.5, 4096), Done(1, ((0, (2,), 8),)), RunError(2, "fault", "x")):
-            channel.send(engine, reply)
-            assert channel.receive_in_gateway(gateway) == reply
+        replies = [Passed(0.5, 4096), Done(1, ((0, (2,), 8),)), RunError(2, "fault", "x")]
+        channel.send_to_gateway(engine, *replies)
+        channel.send_to_gateway(engine, replies[0])
+        assert channel.receive_in_gateway(gateway) == replies
+        assert channel.receive_in_gateway(gateway) == replies[:1]
         engine.close()
         assert channel.receive_in_gateway(gateway) is None
 
@@ -88,15 +114,33 @@ def test_as_many_runs_as_are_promised_fit_into_a_message(ranks: list[int], outpu
     run = Run((1 << 63) - 1, 255, tuple(shapes), ((1 << 62) - 1,) * len(ranks), tuple(range(outputs)))
     gateway, engine = channel.socket_pair()
     with gateway, engine:
-        whole = Pass((run,) * most_runs(contract))
-        channel.send(gateway, whole)
-        assert channel.receive_in_engine(engine) == whole
+        for runs in (((run,),) * most_runs(contract), ((run,) * most_runs(contract),)):
+            whole = Pass(runs)
+            channel.send_to_engine(gateway, whole)
+            assert channel.receive_in_engine(engine) == whole
 
 
 def test_a_message_that_is_too_large_is_not_sent() -> None:
+    run = Run(1, 0, ((1,) * (1 << 17),), (1,), (0,))
     gateway, engine = channel.socket_pair()
-    with gateway, engine, pytest.raises(AgentError, match=r"a message of .* at most 64.0 KiB pass"):
-        channel.send(gateway, RunError(1, "fault", "x" * (1 << 17)))
+    with gateway, engine:
+        with pytest.raises(AgentError, match=r"a message of .* to the engine, at most 64.0 KiB pass"):
+            channel.send_to_engine(gateway, Pass(((run,),)))
+        with pytest.raises(AgentError, match=r"a message of .* to the gateway, at most 64.0 KiB pass"):
+            channel.send_to_gateway(engine, RunError(1, "fault", "x" * (1 << 17)))
+
+
+def test_answers_that_exceed_a_packet_come_in_several() -> None:
+    answers = [RunError(number, "fault", "x" * 1000) for number in range(200)]
+    gateway, engine = channel.socket_pair()
+    with gateway, engine:
+        channel.send_to_gateway(engine, *answers)
+        engine.close()
+        received = []
+        while (packet := channel.receive_in_gateway(gateway)) is not None:
+            assert len(packet) > 1
+            received += packet
+    assert received == answers
 
 
 @given(st.binary(min_size=1, max_size=100))

@@ -1,17 +1,26 @@
-"""Content codings and their limits."""
+"""Content codings and their limits; clients that leave."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gzip
+import socket
 import tracemalloc
 import zlib
+from collections.abc import Callable
+from functools import partial
 
 import pytest
+import uvloop
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent.config import Http
 from agent.errors import Reason, RefusedError
-from agent.http.bodies import choose_encoding, compress, decompress
+from agent.http.bodies import choose_encoding, compress, decompress, read_body
+from agent.http.protocol import Protocol, runner_of
 
 LIMIT = 1 << 16
 
@@ -86,3 +95,41 @@ def test_other_codings_are_named() -> None:
 )
 def test_which_coding_a_response_gets(accept: str | None, binary: bool, nbytes: int, expected: str | None) -> None:
     assert choose_encoding(accept, binary, nbytes) == expected
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_client_that_leaves_with_the_last_byte_of_its_body(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    became: list[str] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        try:
+            await read_body(request, LIMIT, 10)
+            await asyncio.sleep(1)
+        except (ConnectionError, asyncio.CancelledError):
+            became.append("left")
+            raise
+        became.append("stayed")
+        return web.Response()
+
+    async def serve() -> None:
+        application = web.Application()
+        application.router.add_post("/", handler)
+        runner = runner_of(application, 1)
+        await runner.setup()
+        server = await asyncio.get_running_loop().create_server(
+            partial(Protocol, runner.server, Http()), "127.0.0.1", 0
+        )
+        for _ in range(10):
+            client = socket.create_connection(server.sockets[0].getsockname())
+            client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n1")
+            await asyncio.sleep(0.01)
+            # The server's loop, which is this one, finds both at once.
+            client.sendall(b"2")
+            client.close()
+            await asyncio.sleep(0.01)
+        server.close()
+        await runner.cleanup()
+
+    with contextlib.closing(loop()) as running:
+        running.run_until_complete(serve())
+    assert became == ["left"] * 10

@@ -174,7 +174,7 @@ def test_a_nested_shape_must_be_the_stated_one() -> None:
         decode(body_of(tensor([[1, 2], [3, 4], [5, 6]], shape=[2, 3])), contract)
 
 
-@pytest.mark.parametrize("header", ["-1", "+5", "abc", "", "0", "1.5", " 5", "1_0", "٣", "99999", "9" * 30])
+@pytest.mark.parametrize("header", ["-1", "+5", "abc", "", "1.5", " 5", "1_0", "٣", "99999", "9" * 30])
 def test_header_length_that_is_none(header: str) -> None:
     with pytest.raises(ContractError, match="Inference-Header-Content-Length"):
         decode(body_of(tensor([0] * 8)), header=header)
@@ -254,11 +254,29 @@ def test_bodies_that_are_no_request(body: bytes) -> None:
         b'{"inputs":[%b],"id":"a","id":"b"}',
         b'{"inputs":[{"data":[9,9,9,9,9,9,9,9],"name":"x","shape":[1,8],"datatype":"FP32","data":[0,0,0,0,0,0,0,0]}]}',
         b'{"inputs":[%b],"parameters":{"a":1,"a":2}}',
+        b'{"inputs":[%b],"parameters":{},"parameters":{}}',
+        b'{"inputs":[%b],"id":null,"id":null}',
+        b'{"inputs":[%b],"id":"a:b","i\\u0064":"c"}',
+        b'{"inputs":[%b],"unknown":{"a":1,"a":2}}',
+        b'{"inputs":[%b],"outputs":[{"name":"y","name":"y"}]}',
     ],
 )
 def test_a_key_given_twice_is_refused(body: bytes) -> None:
     with pytest.raises(ContractError, match="given twice"):
         decode(body.replace(b"%b", json.dumps(tensor([0] * 8)).encode()))
+
+
+@given(st.text(max_size=3), st.lists(st.sampled_from(["id", "parameters", "outputs", "other"]), max_size=4))
+def test_keys_are_told_apart_whatever_else_has_colons(text: str, keys: list[str]) -> None:
+    values = {"id": text + ":", "parameters": {":": text}, "outputs": [{"name": "y"}], "other": {":": [text]}}
+    pairs = ['"inputs":[' + json.dumps(tensor([0] * 8)) + "]"]
+    pairs += [f"{json.dumps(key)}:{json.dumps(values[key])}" for key in keys]
+    body = ("{" + ",".join(pairs) + "}").encode()
+    if len(set(keys)) == len(keys):
+        assert decode(body).id == (text + ":" if "id" in keys else None)
+    else:
+        with pytest.raises(ContractError, match="given twice"):
+            decode(body)
 
 
 def test_bytes_may_hold_what_looks_like_json() -> None:
@@ -324,7 +342,14 @@ def test_which_outputs_and_how(fields: dict[str, Any], wishes: list[tuple[int, b
         ({"outputs": [{"name": "z"}]}, "unknown output 'z'.*available: y"),
         ({"outputs": [{"name": "y"}, {"name": "y"}]}, "asked for twice"),
         ({"outputs": [{"name": "y", "parameters": {"binary_data": 1}}]}, "binary_data is 1"),
-        ({"outputs": [{"name": "y", "parameters": {"classification": 3}}]}, "asks for classification"),
+        ({"outputs": [{"name": "y", "parameters": {"shared_memory_region": "a"}}]}, "asks for shared_memory"),
+        ({"outputs": [{"name": "y", "parameters": {"classification": 0}}]}, "classification is 0.*1 to 1000"),
+        ({"outputs": [{"name": "y", "parameters": {"classification": True}}]}, "classification is True"),
+        ({"outputs": [{"name": "y", "parameters": {"classification": 1001}}]}, "classification is 1001"),
+        ({"parameters": {"sequence_start": True}}, "sequence_start is true without a sequence_id"),
+        ({"parameters": {"sequence_id": 0, "sequence_end": True}}, "sequence_end is true without"),
+        ({"parameters": {"sequence_id": -1}}, "sequence_id is -1"),
+        ({"parameters": {"sequence_id": 7, "sequence_start": 1}}, "sequence_start is 1"),
         ({"parameters": {"timeout": -1}}, "timeout is -1"),
         ({"parameters": {"timeout": 1.5}}, "timeout is 1.5"),
     ],
@@ -412,3 +437,59 @@ def test_largest_body_holds_what_the_contract_takes() -> None:
     body = json.dumps({"inputs": [tensor(values, datatype="FP64", shape=[8, 8])]}, indent=8).encode()
     assert decode(body, contract).shapes == ((8, 8),)
     assert len(body) <= largest_body(contract)
+
+
+# --- raw binary requests
+
+
+def test_raw_bytes_are_the_only_input() -> None:
+    values = np.arange(8, dtype=np.float32)
+    request = decode(values.tobytes(), header="0")
+    assert (request.shapes, bytes(request.payloads[0])) == (((1, 8),), values.tobytes())
+    assert [wish.binary for wish in request.wishes] == [True]
+
+
+@pytest.mark.parametrize(("nbytes", "shape"), [(0, (0, 2)), (16, (2, 2)), (64, (8, 2))])
+def test_raw_bytes_tell_one_dimension(nbytes: int, shape: tuple[int, ...]) -> None:
+    assert decode(bytes(nbytes), contract_of(DType.FLOAT32, "n", 2), "0").shapes == (shape,)
+
+
+def test_raw_bytes_are_one_row_of_a_batch() -> None:
+    x, y = dense("x", DType.INT16, "n", "t", largest=64), dense("y", DType.INT16, "n", "t", largest=64)
+    contract = Contract((x,), (y,), {"n": DimRange(1, 1, 4), "t": DimRange(1, 8, 8)}, "n")
+    assert decode(bytes(6), contract, "0").shapes == ((1, 3),)
+
+
+def test_a_raw_text_is_one_element_without_its_length() -> None:
+    request = decode(b"caf\xc3\xa9", contract_of(DType.STRING, 1), "0")
+    assert (request.shapes, bytes(request.payloads[0])) == (((1,),), pack_strings([b"caf\xc3\xa9"]))
+
+
+@pytest.mark.parametrize(
+    ("contract", "nbytes", "message"),
+    [
+        (contract_of(), 31, r"31 bytes, FP32\[1, 8\] needs 32"),
+        (contract_of(DType.FLOAT32, "n", 2), 12, r"12 bytes, FP32\[1, 2\] needs 8"),
+        (contract_of(DType.FLOAT32, "n", 2), 80, "size 10 on axis 0"),
+        (contract_of(DType.FLOAT32, "n", "m"), 16, "do not tell the shape of x"),
+        (contract_of(DType.STRING, 2), 16, "do not tell the shape of x"),
+    ],
+)
+def test_raw_bytes_that_say_nothing(contract: Contract, nbytes: int, message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        decode(bytes(nbytes), contract, "0")
+
+
+def test_raw_bytes_of_several_inputs() -> None:
+    a, b = dense("a", DType.FLOAT32, 1), dense("b", DType.FLOAT32, 1)
+    with pytest.raises(ContractError, match="Inference-Header-Content-Length is 0, and the inputs are a, b"):
+        decode(bytes(8), Contract((a, b), (a,), {}), "0")
+
+
+@pytest.mark.parametrize("dtype", [DType.BOOL, DType.STRING])
+def test_types_without_best_classes(dtype: DType) -> None:
+    body = body_of(
+        tensor([], datatype=dtype.oip, shape=[0]), outputs=[{"name": "y", "parameters": {"classification": 1}}]
+    )
+    with pytest.raises(ContractError, match=f"output 'y' is {dtype.oip}, which has no best classes"):
+        decode(body, contract_of(dtype, "n"))

@@ -7,8 +7,11 @@ import gzip
 import json
 import socket
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import pytest
 from targets.tensor import DType
 from tests.support import bundles
 from tests.support.agents import Agent, serving
+from tests.support.wire import LANES
 
 INFER = "/v2/models/add/infer"
 
@@ -28,6 +32,12 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
     with serving(bundles.add(folder / "add.tfb"), folder / "log") as agent:
         yield agent
         assert "Traceback" not in agent.log
+
+
+@pytest.fixture(params=LANES)
+def either(agent: Agent, request: pytest.FixtureRequest) -> Agent:
+    """The agent, asked by either lane."""
+    return replace(agent, headers=LANES[request.param])
 
 
 def good(values: Any = (1,) * 8) -> dict[str, Any]:
@@ -72,13 +82,13 @@ def _still_serves(agent: Agent) -> Iterator[None]:
         json.dumps(good()).encode().replace(b'"inputs"', b'"inputs":[],"inputs"'),
     ],
 )  # fmt: skip
-def test_bad_bodies(agent: Agent, body: bytes) -> None:
-    is_error(agent.post(body), 400)
+def test_bad_bodies(either: Agent, body: bytes) -> None:
+    is_error(either.post(body), 400)
 
 
 @pytest.mark.parametrize("length", ["-1", "abc", "0", "999999"])
-def test_bad_header_lengths(agent: Agent, length: str) -> None:
-    text = is_error(agent.post(good(), {"Inference-Header-Content-Length": length}), 400)
+def test_bad_header_lengths(either: Agent, length: str) -> None:
+    text = is_error(either.post(good(), {"Inference-Header-Content-Length": length}), 400)
     assert "Inference-Header-Content-Length" in text
 
 
@@ -136,12 +146,12 @@ def test_paths_that_are_not_there(agent: Agent, path: str) -> None:
     is_error(agent.request(path, data), 404)
 
 
-def test_unknown_names_list_what_there_is(agent: Agent) -> None:
-    assert "did you mean 'add'? available: add" in is_error(agent.request("/v2/models/adder"), 404)
-    version = json.loads(agent.request("/v2/models/add")[1])["versions"][0]
-    assert f"available: {version}" in is_error(agent.request("/v2/models/add/versions/1"), 404)
-    assert agent.post(good(), path=f"/v2/models/add/versions/{version}/infer")[0] == 200
-    text = is_error(agent.post({**good(), "outputs": [{"name": "sum"}]}), 400)
+def test_unknown_names_list_what_there_is(either: Agent) -> None:
+    assert "did you mean 'add'? available: add" in is_error(either.request("/v2/models/adder"), 404)
+    version = json.loads(either.request("/v2/models/add")[1])["versions"][0]
+    assert f"available: {version}" in is_error(either.request("/v2/models/add/versions/1"), 404)
+    assert either.post(good(), path=f"/v2/models/add/versions/{version}/infer")[0] == 200
+    text = is_error(either.post({**good(), "outputs": [{"name": "sum"}]}), 400)
     assert "unknown output 'sum'" in text
     assert "scaled, total" in text
 
@@ -156,13 +166,13 @@ def test_other_methods_are_told_which_there_are(agent: Agent, method: str, path:
 def test_heads_are_limited(agent: Agent) -> None:
     for line in (f"X: {'a' * 9000}", "\r\n".join(f"X{n}: a" for n in range(200))):
         answer = raw(agent, f"GET /v2 HTTP/1.1\r\nHost: x\r\n{line}\r\n\r\n".encode())
-        assert answer.startswith(b"HTTP/1.0 400 ")
+        assert answer.startswith(b"HTTP/1.0 431 ")
         assert "error" in json.loads(answer.partition(b"\r\n\r\n")[2])
 
 
-def test_a_subset_of_outputs_in_the_order_asked(agent: Agent) -> None:
+def test_a_subset_of_outputs_in_the_order_asked(either: Agent) -> None:
     outputs = [{"name": "scaled"}, {"name": "total", "parameters": {"binary_data": True}}]
-    status, body, headers = agent.post({**good(), "id": "42", "outputs": outputs})
+    status, body, headers = either.post({**good(), "id": "42", "outputs": outputs})
     length = int(headers["Inference-Header-Content-Length"])
     head = json.loads(body[:length])
     assert (status, head["id"]) == (200, "42")
@@ -171,8 +181,8 @@ def test_a_subset_of_outputs_in_the_order_asked(agent: Agent) -> None:
     assert np.frombuffer(body[length:], "<f4").tolist() == [2.0] * 8
 
 
-def test_response_heads_are_small_and_tell_no_versions(agent: Agent) -> None:
-    _, _, headers = agent.post(good())
+def test_response_heads_are_small_and_tell_no_versions(either: Agent) -> None:
+    _, _, headers = either.post(good())
     assert headers["Server"] == "tightfit-agent"
     assert sum(len(name) + len(value) + 4 for name, value in headers.items()) < 256
 
@@ -185,30 +195,30 @@ def test_health_and_description(agent: Agent) -> None:
     }.items():
         status, body, _ = agent.request(path)
         assert (status, json.loads(body)) == (200, expected)
-    assert json.loads(agent.request("/v2")[1])["extensions"] == ["binary_tensor_data"]
+    assert {"binary_tensor_data", "model_repository"} < set(json.loads(agent.request("/v2")[1])["extensions"])
     model = json.loads(agent.request("/v2/models/add")[1])
     assert model["inputs"][0] == {"name": "a", "datatype": "FP32", "shape": [-1, 8]}
 
 
-def test_metrics_tell_outcomes_and_memory(agent: Agent) -> None:
+def test_metrics_tell_outcomes_and_memory(either: Agent) -> None:
     def read() -> dict[str, float]:
-        status, body, headers = agent.request("/metrics")
+        status, body, headers = either.request("/metrics")
         assert status == 200
         assert headers["Content-Type"].startswith("text/plain")
         lines = [line.rsplit(" ", 1) for line in body.decode().splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in lines}
 
     before = read()
-    agent.post(good())
-    agent.post(b"{")
+    either.post(good())
+    either.post(b"{")
     after = read()
     for reason in ("ok", "bad_request"):
-        name = f'tightfit_requests_total{{reason="{reason}"}}'
+        name = f'tightfit_requests_total{{model="add",reason="{reason}"}}'
         assert after[name] == before[name] + 1
-    assert after["tightfit_engine_up"] == 1
-    assert after["tightfit_in_flight"] == 0
+    assert after['tightfit_engine_up{model="add"}'] == 1
+    assert after['tightfit_in_flight{model="add"}'] == 0
     for process in ("gateway", "engine"):
-        assert after[f'tightfit_memory_bytes{{kind="anonymous",process="{process}"}}'] > 1 << 20
+        assert either.metric("tightfit_memory_bytes", kind="anonymous", process=process) > 1 << 20
 
 
 def test_health_is_answered_while_a_large_body_is_parsed(tmp_path: Path) -> None:
@@ -244,5 +254,30 @@ def test_connections_past_the_limit_are_told_so(tmp_path: Path) -> None:
             answer = raw(agent, b"")
             assert answer.startswith(b"HTTP/1.1 503 ")
             assert b"3 connections are open, which is the limit" in answer
-        time.sleep(0.1)
-        assert agent.request("/v2/health/live")[0] == 200
+        # Until the agent has seen that they are closed.
+        end = time.monotonic() + 10
+        while (status := agent.request("/v2/health/live")[0]) == 503 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert status == 200
+
+
+@pytest.mark.parametrize(
+    "path", [INFER, "/v2", "/v2/models/none/infer", "/nowhere", "/v2/models/add/stream", "/v2/events"]
+)
+def test_ids_are_echoed_on_answers_errors_and_heads_of_streams(agent: Agent, path: str) -> None:
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    data = None if path in ("/v2", "/nowhere", "/v2/events") else json.dumps(good()).encode()
+    request = urllib.request.Request(agent.url + path, data, {"X-Request-Id": "a7", "traceparent": trace})  # noqa: S310
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310
+            headers = response.headers
+    except urllib.error.HTTPError as error:
+        with error:
+            headers = error.headers
+    assert (headers["X-Request-Id"], headers["traceparent"]) == ("a7", trace)
+
+
+def test_ids_that_no_answer_can_carry_are_ignored(either: Agent) -> None:
+    status, _, headers = either.post(good(), {"X-Request-Id": "x" * 129, "traceparent": "none"})
+    assert status == 200
+    assert not {"x-request-id", "traceparent"} & {name.lower() for name in headers}

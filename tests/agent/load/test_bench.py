@@ -23,7 +23,7 @@ import pytest
 
 from agent.__main__ import main
 from tests.support import bundles, images
-from tests.support.agents import COMMAND, ROOT, Agent, serving
+from tests.support.agents import COMMAND, ROOT, Agent, serving, until
 
 METADATA = {"name": "m", "versions": ["1"], "inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4]}]}
 Bench = Callable[..., tuple[int, str, str]]
@@ -245,6 +245,32 @@ def test_several_rates_and_what_is_written(add: Agent, bench: Bench, tmp_path: P
         assert word in out
     lines = ET.parse(drawn).getroot().findall("{http://www.w3.org/2000/svg}text")  # noqa: S314 - our own
     assert {"40/s", "80/s", "deadline", "99"} <= {line.text for line in lines}
+
+
+@pytest.mark.parametrize("tensors", ["binary", "json"])
+def test_records_of_streams(add: Agent, bench: Bench, tensors: str) -> None:
+    before = add.metric("tightfit_requests_total", model=add.name, reason="ok")
+    options = ("--rate", 60, "--requests", 40, "--warmup", 0, "--connections", 4, "--deadline", 9000, "--stream")
+    report = report_of(bench(url_of(add), *options, *SHAPES, "--tensors", tensors, "--json"))
+    (run,) = report["runs"]
+    assert (report["stream"], run["all"]["answered"], run["all"]["failures"]) == (True, 40, {})
+    assert run["all"]["received_bytes"] > 40 * 100
+    assert add.metric("tightfit_requests_total", model=add.name, reason="ok") == before + 40
+    until(lambda: add.metric("tightfit_streams") == 0)
+
+
+def test_streams_that_are_refused_and_records_that_are(bench: Bench, tmp_path: Path) -> None:
+    config = tmp_path / "agent.toml"
+    config.write_text("[streams]\nmost = 2\n")
+    np.save(tmp_path / "turns.npy", np.array([2_000_000]))
+    with serving(bundles.slow(tmp_path / "slow.tfb", slots=1), tmp_path / "log", "--config", str(config)) as agent:
+        options = ("--rate", 200, "--requests", 40, "--warmup", 0, "--arrivals", "fixed", "--stream")
+        inputs = ("--input", f"turns={tmp_path / 'turns.npy'}", "--deadline", 100, "--connections", 8)
+        report = report_of(bench(url_of(agent), *options, *inputs, "--json"))
+    failures = report["runs"][0]["all"]["failures"]
+    assert failures["503 N streams are open, as many as may (close one, or try later)"] > 0
+    assert any(failure.startswith("504 ") for failure in failures)
+    assert sum(failures.values()) + report["runs"][0]["all"]["answered"] == 40
 
 
 def test_rates_as_shares_of_the_capacity(add: Agent, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

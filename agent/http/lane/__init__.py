@@ -1,0 +1,1 @@
+"""The fast lane: plain infer requests, answered without a task or a future of their own."""

@@ -1,0 +1,1 @@
+"""What runs when: queues, costs, batches. Pure: time is an argument, in seconds of one monotonic clock."""
