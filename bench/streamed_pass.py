@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from bench.dd import drop_caches, read_seconds
-from bench.machine import describe_machine
+from bench.machine import describe_machine, measured_on
 from compile.limits import limited
 from compile.serving import Requests, finalise_command, serve_command, started
 from compile.speed import Speed, measure
 from targets.bundle import Manifest, Residency, read_manifest
 
+RESULTS = Path(__file__).parent / "results"
 TIMEOUT_S = 3600.0
-ROUNDS = 5
+# Requests in all, and rounds of all slots full at the least.
+REQUESTS, ROUNDS = 10, 2
 
 
 def streamed_pass(bundle: Path) -> dict[str, Any]:
@@ -74,10 +76,11 @@ def served(bundle: Path, manifest: Manifest, cache: Path, folder: Path, residenc
             command += ["--residency", residency.value]
         service = stack.enter_context(started(command, limit, folder))
         service.wait_ready(TIMEOUT_S)
-        requests = Requests(bundle, manifest, manifest.plan.slots * (ROUNDS + 1))
+        rounds = max(ROUNDS, REQUESTS // manifest.plan.slots)
+        requests = Requests(bundle, manifest, manifest.plan.slots * (rounds + 1))
         # The first round shows what a pass reads for the most part, and brings in what stays.
         measure(service, manifest, requests, 1, TIMEOUT_S)
-        return measure(service, manifest, requests, ROUNDS, TIMEOUT_S)
+        return measure(service, manifest, requests, rounds, TIMEOUT_S)
 
 
 def report(figures: dict[str, Any]) -> list[str]:
@@ -100,10 +103,27 @@ def report(figures: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
+    parser.add_argument("--save", action="store_true", help="write results/streamed_pass.md and .json")
     options = parser.parse_args()
-    figures = streamed_pass(options.bundle)
-    print(json.dumps({"machine": describe_machine("onnxruntime", "numpy"), **figures}, indent=1))
-    print("\n".join(report(figures)))
+    made = {"bundle": options.bundle.stem, "machine": describe_machine("onnxruntime", "numpy")}
+    made |= streamed_pass(options.bundle)
+    print(json.dumps(made, indent=1))
+    print("\n".join(report(made)))
+    if options.save:
+        save(made)
+
+
+def save(made: dict[str, Any]) -> None:
+    """Keep the figures."""
+    (RESULTS / "streamed_pass.json").write_text(json.dumps(made, indent=1) + "\n")
+    lines = [
+        "# A pass over a streamed bundle, beside its floor",
+        "",
+        f"`{made['bundle']}`, by `python -m bench.streamed_pass BUNDLE --save`.",
+        "",
+    ]
+    lines += [*report(made), measured_on(made["machine"]), ""]
+    (RESULTS / "streamed_pass.md").write_text("\n".join(lines))
 
 
 if __name__ == "__main__":
