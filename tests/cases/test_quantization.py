@@ -6,6 +6,7 @@ stay close and finite, or a named error says what is wrong.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -259,8 +260,9 @@ def test_b27_ragged_batches_give_the_ranges_of_single_rows(tmp_path: Path, metho
     graph = prepare_graph(path, "x=1..4,40")
     rows = normal(11, 40, seed=2)
     names = ["x", "b", "y"]
-    ragged = ranges(graph, names, path, ["x=1..4,40"], [{"x": rows[:4]}, {"x": rows[4:8]}, {"x": rows[8:]}], method)
-    single = ranges(graph, names, path, ["x=1..4,40"], [{"x": row[None]} for row in rows], method)
+    choose = functools.partial(collect_range, method=METHODS[method])
+    ragged = ranges(graph, names, path, ["x=1..4,40"], [{"x": rows[:4]}, {"x": rows[4:8]}, {"x": rows[8:]}], choose)
+    single = ranges(graph, names, path, ["x=1..4,40"], [{"x": row[None]} for row in rows], choose)
     assert ragged.keys() == single.keys() == set(names)
     for name, found in ragged.items():
         other = single[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.conformance import Outcome, conformance_models, run_all, run_compiled
-from compile.quantize.schemes import SCHEMES
+from tests.support.models import SCHEME_NAMES
 
 EVERY = 27
 SERVED_LATER = "inputs and outputs of a bundle are dense tensors"
@@ -18,13 +18,13 @@ def test_every_27th_model_compiles_under_every_scheme_and_gives_what_is_expected
     assert len(cases) == 1905
     sample = cases[::EVERY]
     ran = 0
-    for source, *compiled in run_all(sample, tuple(SCHEMES), 2, plan=True):
+    for source, *compiled in run_all(sample, SCHEME_NAMES, 2, plan=True):
         for result in compiled:
             assert result.outcome is not Outcome.CRASHED, result
             if source.outcome is Outcome.EQUAL and SERVED_LATER not in result.reason:
                 assert result.outcome is Outcome.EQUAL, result
                 ran += 1
-    assert ran > len(sample) * len(SCHEMES) // 2
+    assert ran > len(sample) * len(SCHEME_NAMES) // 2
 
 
 def test_a_branch_that_the_inputs_do_not_take_may_be_wrong_for_them() -> None:

@@ -220,3 +220,172 @@ def test_aio(add: Agent) -> None:
                 await client.infer("none", pair(rows(), True, aio))
 
     asyncio.run(use())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    """Two models that may be loaded and unloaded on request."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "bundles").mkdir()
+    bundles.identity(folder / "bundles" / "copy.tfb", DType.FLOAT32)
+    config = folder / "agent.toml"
+    config.write_text(f'[repository]\ncontrol = true\nfolders = ["{folder}/bundles"]\n', encoding="utf-8")
+    with serving(bundles.picking(folder / "pick.tfb"), folder / "log", "--config", str(config)) as agent:
+        yield agent
+        assert "Traceback" not in agent.log
+
+
+def picked(*wanted: Any, rows: int = 2, **parameters: Any) -> dict[str, Any]:
+    """Arguments of an infer: `picked` counts from 1 to 8 times the rows."""
+    x = tensor("x", np.ones((rows, 8), np.float32), "FP32", True)
+    at = tensor("at", np.arange(rows), "INT64", False)
+    return {"model_name": "pick", "inputs": [x, at], "outputs": list(wanted) or None, **parameters}
+
+
+def total(result: Any) -> Any:
+    return result.as_numpy("picked").sum()
+
+
+# Of either client, in this order: what is asked, and whether the answer is right. Both take the same inputs.
+CALLS: dict[str, tuple[Any, Any]] = {
+    "live": (lambda c: c.is_server_live(), bool),
+    "ready": (lambda c: c.is_server_ready(), bool),
+    "model ready": (lambda c: c.is_model_ready("pick"), bool),
+    "model not ready": (lambda c: c.is_model_ready("copy"), lambda ready: not ready),
+    "server": (lambda c: c.get_server_metadata(), lambda found: "statistics" in found["extensions"]),
+    "metadata": (lambda c: c.get_model_metadata("pick"), lambda found: found["platform"] == "onnxruntime_onnx"),
+    "config": (lambda c: c.get_model_config("pick"), lambda found: found["max_batch_size"] == 8),
+    "index": (lambda c: c.get_model_repository_index(), lambda found: len(found) == 2),
+    "load": (lambda c: c.load_model("copy"), lambda done: done is None),
+    "loaded": (lambda c: c.is_model_ready("copy"), bool),
+    "unload": (lambda c: c.unload_model("copy", unload_dependents=True), lambda done: done is None),
+    "infer": (lambda c: c.infer(**picked()), lambda result: total(result) == 136),
+    "infer with an id": (
+        lambda c: c.infer(**picked(request_id="a7")),
+        lambda result: result.get_response()["id"] == "a7",
+    ),
+    "infer, some outputs, raw and JSON": (
+        lambda c: c.infer(
+            **picked(http.InferRequestedOutput("picked"), http.InferRequestedOutput("company", binary_data=False))
+        ),
+        lambda result: (
+            result.as_numpy("company").tolist() == [2, 2]
+            and result.as_numpy("picked")[1, 0] == 9
+            and result.get_output("most") is None
+        ),
+    ),
+    "infer, best classes": (
+        lambda c: c.infer(**picked(http.InferRequestedOutput("picked", class_count=2))),
+        lambda result: result.as_numpy("picked").tolist() == [[b"8.0:7", b"7.0:6"], [b"16.0:7", b"15.0:6"]],
+    ),
+    "infer, urgently": (
+        lambda c: c.infer(**picked(priority=1, timeout=5_000_000, parameters={"mine": "x", "n": 7})),
+        lambda result: total(result) == 136,
+    ),
+    "infer of a sequence": (
+        lambda c: c.infer(**picked(sequence_id=3, sequence_start=True, sequence_end=True)),
+        lambda result: total(result) == 136,
+    ),
+    "infer of a sequence with a name": (
+        lambda c: c.infer(**picked(sequence_id="drive-7", sequence_start=True)),
+        lambda result: total(result) == 136,
+    ),
+    "infer, compressed": (
+        lambda c: c.infer(**picked(request_compression_algorithm="gzip", response_compression_algorithm="deflate")),
+        lambda result: total(result) == 136,
+    ),
+    "infer with headers": (
+        lambda c: c.infer(**picked(headers={"X-Request-Id": "7"}, query_params={"a": 1})),
+        lambda result: total(result) == 136,
+    ),
+    "statistics": (
+        lambda c: c.get_inference_statistics("pick"),
+        lambda found: found["model_stats"][0]["inference_stats"]["success"]["count"] >= 8,
+    ),
+    "all statistics": (lambda c: c.get_inference_statistics(), lambda found: len(found["model_stats"]) == 1),
+    "trace settings": (lambda c: c.get_trace_settings(), lambda found: found["trace_level"] == ["OFF"]),
+    "a model's trace settings": (lambda c: c.get_trace_settings("pick"), lambda found: "trace_rate" in found),
+    "trace settings again": (
+        lambda c: c.update_trace_settings(settings={"trace_level": ["OFF"], "trace_rate": None}),
+        lambda found: found["trace_level"] == ["OFF"],
+    ),
+    "log settings": (lambda c: c.get_log_settings(), lambda found: found["log_error"] is True),
+    "log settings again": (
+        lambda c: c.update_log_settings({"log_info": True}),
+        lambda found: found["log_info"] is True,
+    ),
+    "shared memory": (lambda c: c.get_system_shared_memory_status(), lambda found: found == []),
+    "CUDA shared memory": (lambda c: c.get_cuda_shared_memory_status(), lambda found: found == []),
+}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a region": (lambda c: c.register_system_shared_memory("r", "/r", 64), "shared memory is not supported"),
+    "a CUDA region": (lambda c: c.register_cuda_shared_memory("r", b"r", 0, 64), "shared memory is not supported"),
+    "forget regions": (lambda c: c.unregister_system_shared_memory(), "shared memory is not supported"),
+    "forget a CUDA region": (lambda c: c.unregister_cuda_shared_memory("r"), "shared memory is not supported"),
+    "a region's status": (lambda c: c.get_system_shared_memory_status("r"), "no shared memory region 'r'"),
+    "trace": (lambda c: c.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]}), "cannot be set"),
+    "log": (lambda c: c.update_log_settings({"log_verbose_level": 1}), "cannot be set"),
+    "a version": (lambda c: c.get_model_config("pick", "1"), "no version '1'"),
+    "too many": (lambda c: c.infer(**picked(rows=9)), "size 9 on axis 0"),
+    "classes of none": (
+        lambda c: c.infer(**picked(http.InferRequestedOutput("most", class_count=5000))),
+        "classification is 5000",
+    ),
+    "a priority": (
+        lambda c: c.infer(**picked(priority=256)),
+        "priority is 256",
+    ),
+}
+
+
+def test_the_whole_surface(whole: Agent) -> None:
+    with http.InferenceServerClient(whole.address) as client:
+        for name, (ask, right) in CALLS.items():
+            assert right(ask(client)), name
+        for ask, words in REFUSED.values():
+            with pytest.raises(InferenceServerException, match=words):
+                ask(client)
+
+
+def test_the_whole_surface_of_aio(whole: Agent) -> None:
+    async def use() -> None:
+        async with aio.InferenceServerClient(whole.address) as client:
+            for name, (ask, right) in CALLS.items():
+                assert right(await ask(client)), name
+            for ask, words in REFUSED.values():
+                with pytest.raises(InferenceServerException, match=words):
+                    await ask(client)
+
+    asyncio.run(use())
+
+
+def test_the_model_repository(tmp_path: Path) -> None:
+    folder = tmp_path / "bundles"
+    folder.mkdir()
+    bundles.identity(folder / "copy.tfb", DType.FLOAT32)
+    config = tmp_path / "agent.toml"
+    config.write_text(f'[repository]\ncontrol = true\nfolders = ["{folder}"]\n', encoding="utf-8")
+    arguments = ("--config", str(config))
+    with (
+        serving(bundles.add(tmp_path / "add.tfb"), tmp_path / "log", *arguments) as agent,
+        http.InferenceServerClient(agent.address) as client,
+    ):
+
+        def states() -> dict[str, str]:
+            return {each["name"]: each["state"] for each in client.get_model_repository_index()}
+
+        assert states() == {"add": "READY", "copy": "UNAVAILABLE"}
+        client.load_model("copy")
+        assert client.is_model_ready("copy")
+        assert states() == {"add": "READY", "copy": "READY"}
+        given = http.InferInput("x", [2, 3], "FP32")
+        given.set_data_from_numpy(np.ones((2, 3), np.float32))
+        result = client.infer("copy", [given], priority=1, timeout=5_000_000)
+        np.testing.assert_array_equal(result.as_numpy("y"), np.ones((2, 3), np.float32))
+        client.unload_model("copy")
+        assert not client.is_model_ready("copy")
+        with pytest.raises(InferenceServerException, match="model 'copy' is not loaded"):
+            client.infer("copy", [given])
+        with pytest.raises(InferenceServerException, match="no bundle 'none"):
+            client.load_model("none")
+        assert client.is_server_ready()

@@ -17,7 +17,7 @@ import pytest
 
 from agent.backends.base import ArenaOptions
 from agent.engine.channel import Done, Layout, Run, Slab
-from agent.engine.worker import Engine, _arena
+from agent.engine.passes import Engine, _arena
 from agent.laid_out import STATE
 from compile.options import Options
 from compile.pipeline import compile_model
@@ -57,11 +57,6 @@ def data_of(answer: tuple[int, bytes, dict[str, str]]) -> list[float]:
     return list(json.loads(body)["outputs"][0]["data"])
 
 
-def metric(agent: Agent, name: str) -> float:
-    lines = agent.request("/metrics")[1].decode().splitlines()
-    return next(float(line.split()[-1]) for line in lines if line.startswith(name + " "))
-
-
 @contextlib.contextmanager
 def waiting(agent: Agent, bodies: list[bytes]) -> Iterator[list[Future[tuple[int, bytes, dict[str, str]]]]]:
     """Requests of which the first runs and the others are ready, in a moment that lasts as long as the block."""
@@ -80,8 +75,8 @@ def waiting(agent: Agent, bodies: list[bytes]) -> Iterator[list[Future[tuple[int
 
 def until(agent: Agent, name: str, number: float) -> None:
     end = time.monotonic() + 20
-    while metric(agent, name) != number:
-        assert time.monotonic() < end, f"{name} stays {metric(agent, name)}"
+    while agent.metric(name) != number:
+        assert time.monotonic() < end, f"{name} stays {agent.metric(name)}"
         time.sleep(0.01)
 
 
@@ -92,16 +87,16 @@ def test_those_that_wait_share_a_pass(tmp_path: Path) -> None:
         with waiting(agent, [request_of(rows) for rows in (1, 2, 3, 4)]) as answers:
             pass
         assert [data_of(answer.result()) for answer in answers] == alone
-        assert metric(agent, "tightfit_pass_seconds_count") == 8
+        assert agent.metric("tightfit_pass_seconds_count") == 8
     with serving(chain(tmp_path, Residency.STREAMED), tmp_path / "log") as agent:
         assert [data_of(agent.post(request_of(rows))) for rows in (1, 2, 3, 4)] == alone
-        passes, streamed = metric(agent, "tightfit_pass_seconds_count"), metric(agent, "tightfit_streamed_bytes_total")
+        passes, streamed = agent.metric("tightfit_pass_seconds_count"), agent.metric("tightfit_streamed_bytes_total")
         assert passes == 4
         with waiting(agent, [request_of(rows) for rows in (1, 2, 3, 4)]) as answers:
             pass
         assert [data_of(answer.result()) for answer in answers] == alone
-        assert metric(agent, "tightfit_pass_seconds_count") - passes == 2
-        brought_in = metric(agent, "tightfit_streamed_bytes_total") - streamed
+        assert agent.metric("tightfit_pass_seconds_count") - passes == 2
+        brought_in = agent.metric("tightfit_streamed_bytes_total") - streamed
         one = SEGMENTS * 2 * WIDTH * WIDTH * 4
         # What is read ahead for the pass to come may or may not be counted yet.
         assert one < brought_in < 3 * one
@@ -116,9 +111,9 @@ def test_who_gave_up_before_it_began_is_no_part_of_it(tmp_path: Path) -> None:
         with waiting(agent, bodies) as (first, late, last):
             status, body, _ = late.result()
             assert (status, "deadline" in json.loads(body)["error"]) == (504, True)
-            assert metric(agent, "tightfit_queue_depth") == 1
+            assert agent.metric("tightfit_queue_depth") == 1
         assert [data_of(first.result()), data_of(last.result())] == alone
-        assert metric(agent, "tightfit_pass_seconds_count") == 4
+        assert agent.metric("tightfit_pass_seconds_count") == 4
         # What runs goes on to its end, though nobody waits for it, and the slot is free again.
         with waiting(agent, [request_of(1, timeout=300_000)]) as (late,):
             assert late.result()[0] == 504
@@ -161,11 +156,26 @@ def test_the_arena_of_one_run_is_enough_for_all_of_a_pass(tmp_path: Path) -> Non
     runs = [Run(slot, slot, ((rows, k),), (rows * k * 4,), (0, 1)) for slot in range(SLOTS)]
     alone = []
     for run in runs:
-        assert isinstance(engine.run([run])[1][0], Done)
+        assert isinstance(engine.run([[run]])[1][0], Done)
         alone.append([slab.output(run.slot, index).tobytes() for index in (0, 1)])
         slab.output(run.slot, 0)[:] = slab.output(run.slot, 1)[:] = 0
     for _ in range(2):
-        _, answers = engine.run(runs)
+        _, answers = engine.run([[run] for run in runs])
         assert [answer for answer in answers if not isinstance(answer, Done)] == []
         assert [[slab.output(run.slot, index).tobytes() for index in (0, 1)] for run in runs] == alone
+
+    # Rows that are put together are no more than one request of the largest shape has.
+    assert manifest.contract.batch_rows == rows
+    few = rows // 3
+    parts = [Run(slot, slot, ((few, k),), (few * k * 4,), (0, 1)) for slot in range(SLOTS)]
+    expected = [np.frombuffer(each[0], np.float32)[: few * k] for each in alone]
+    for _ in range(2):
+        for slot in range(SLOTS):
+            slab.output(slot, 0)[:] = slab.output(slot, 1)[:] = 0
+        _, answers = engine.run([parts[:3], parts[3:]])
+        assert [answer for answer in answers if not isinstance(answer, Done)] == []
+        for slot in range(SLOTS):
+            np.testing.assert_allclose(
+                slab.output(slot, 0).view(np.float32)[: few * k], expected[slot], rtol=1e-4, atol=1e-4
+            )
     engine.close()

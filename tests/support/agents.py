@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "agent")
@@ -21,12 +24,15 @@ COMMAND = (sys.executable, "-m", "agent")
 
 @dataclass
 class Agent:
-    """A `tightfit-agent serve` that is ready."""
+    """A `tightfit-agent serve` that is ready. `headers` go with every request for tensors."""
 
     process: subprocess.Popen[str]
     name: str
     url: str
     log_file: Path
+    urls: tuple[str, ...] = ()
+    """Of all addresses, a Unix socket as `unix:PATH`; `url` is the first."""
+    headers: dict[str, str] = field(default_factory=dict)
 
     @property
     def address(self) -> str:
@@ -38,9 +44,14 @@ class Agent:
 
     @property
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text(encoding="ascii")
-        (pid,) = map(int, children.split())
+        (pid,) = self.engine_pids
         return pid
+
+    @property
+    def engine_pids(self) -> list[int]:
+        """Of all engines, the oldest first."""
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for children in threads for pid in children.read_text(encoding="ascii").split()]
 
     @property
     def log(self) -> str:
@@ -55,7 +66,15 @@ class Agent:
     ) -> tuple[int, bytes, dict[str, str]]:
         """POST to the model's infer: (status, body, headers)."""
         data = json.dumps(body).encode() if isinstance(body, dict) else body
-        return self.request(path or f"/v2/models/{self.name}/infer", data, headers)
+        return self.request(path or f"/v2/models/{self.name}/infer", data, {**self.headers, **(headers or {})})
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of the metric's series that have these labels."""
+        lines = [
+            line for line in self.request("/metrics")[1].decode().splitlines() if re.split("[{ ]", line)[0] == name
+        ]
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(each in line for each in wanted))
 
     def request(
         self, path: str, data: bytes | None = None, headers: dict[str, str] | None = None, method: str | None = None
@@ -70,9 +89,14 @@ class Agent:
 
 
 @contextlib.contextmanager
-def serving(bundle: Path, log_file: Path, *arguments: str, env: dict[str, str] | None = None) -> Iterator[Agent]:
-    """Start an agent on a free port; it is ended when the block is left."""
-    command = [*COMMAND, "serve", "--bundle", str(bundle), "--port", "0", "--threads", "1", *arguments]
+def serving(
+    bundle: Path | None, log_file: Path, *arguments: str, env: dict[str, str] | None = None, free_port: bool = True
+) -> Iterator[Agent]:
+    """Start an agent on a free port, or where its configuration says; it is ended when the block is left. Without a
+    bundle a configuration names it."""
+    bundles = ["--bundle", str(bundle)] if bundle else []
+    port = ["--port", "0"] if free_port else []
+    command = [*COMMAND, "serve", *bundles, *port, "--threads", "1", *arguments]
     with log_file.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **(env or {})}
@@ -81,8 +105,9 @@ def serving(bundle: Path, log_file: Path, *arguments: str, env: dict[str, str] |
     try:
         line = process.stdout.readline()
         assert line.startswith("serving "), f"the agent did not start: {log_file.read_text(encoding='utf-8')}"
-        _, name, _, url = line.split()
-        yield Agent(process, name, url, log_file)
+        _, name, _, where = line.split(maxsplit=3)
+        urls = tuple(where.strip().split(", "))
+        yield Agent(process, name, urls[0], log_file, urls)
     finally:
         if process.poll() is None:
             process.kill()
@@ -97,3 +122,32 @@ def run_agent(*arguments: str, timeout: float = 60, env: dict[str, str] | None =
         env={**os.environ, **(env or {})},
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
+
+
+class Asks(Protocol):
+    """A client that asks until it is told to stop."""
+
+    def run(self, stop: threading.Event) -> None: ...
+
+
+@contextlib.contextmanager
+def asking(clients: Sequence[Asks]) -> Iterator[None]:
+    """All clients ask at once, each in a thread of its own, until the block ends; then all have ended."""
+    stop = threading.Event()
+    threads = [threading.Thread(target=client.run, args=(stop,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def until(check: Callable[[], bool], seconds: float = 30) -> None:
+    """Wait until it holds."""
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end
+        time.sleep(0.02)

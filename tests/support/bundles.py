@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import onnx
+from msgspec import UNSET
 from onnx import TensorProto, helper
 
 from targets.arena import Arena
@@ -30,7 +31,8 @@ from targets.bundle import (
     read_manifest,
     sealed,
 )
-from targets.tensor import Contract, DimRange, DType, TensorSpec
+from targets.tensor import Contract, DimRange, DType, Padding, TensorSpec
+from targets.windows import Join, Split
 
 MIB = 1 << 20
 ONNX_TYPES: dict[DType, int] = {
@@ -81,27 +83,32 @@ def plan_of(
     """A plan of modest terms, in bytes, for segments whose weights have these `sizes`; `terms` replaces some of them in
     every phase."""
     inputs = sum(spec.max_nbytes for spec in contract.inputs)
-    slot = sum(-(-spec.max_nbytes // 64) * 64 for spec in (*contract.inputs, *contract.outputs))
+    slot = sum(-(-size // 64) * 64 for sizes in contract.places for size in sizes)
     fixed = {"runtime": 150 * MIB, "weights": max(sum(sizes), MIB)}
     counted = {
         **fixed,
         "activations": MIB,
         "io_slots": max(slot, 64) * slots,
-        "bodies": 2 * inputs * slots,
+        "bodies": 2 * sum(spec.max_nbytes for spec in contract.whole.inputs) * slots,
+        **({"answers": contract.answer_bytes * slots} if contract.split else {}),
+        **({"batch": inputs} if contract.batch_rows and slots > 1 else {}),
         **terms,
     }
     streamed = tuple(step for step, each in enumerate(residencies) if each is Residency.STREAMED)
-    passing = sum(sizes[step] for step in streamed)
+    places = [[sizes[step] for step in streamed][start::2] for start in (0, 1)]
+    passing = sum(sum(place) for place in places if len(place) > 1)
     if streamed:
         counted["mapped_weights"] = sum(sizes)
+        counted["ring"] = sum(max(place, default=0) for place in places)
         counted["waiting"] = (slots - 1) * MIB
-    kinds = {"weights": "file", "mapped_weights": "file", "io_slots": "shared"}
+    kinds = {"weights": "file", "mapped_weights": "file", "io_slots": "shared", "ring": "shared"}
     run = tuple(Term(name, kinds.get(name, "anonymous"), nbytes) for name, nbytes in counted.items())
-    phases = [Phase("load", run[:2]), Phase("run", run)]
+    loading = tuple(term for term in run if term.name in (*fixed, "tokenizer"))
+    phases = [Phase("load", loading), Phase("run", run)]
     return MemoryPlan(
         budget_bytes=max(3400 * MIB, sum(counted.values())),
         slots=slots,
-        phases=tuple([Phase("finalise", run[:2]), *phases] if residencies[0].needs_finalise else phases),
+        phases=tuple([Phase("finalise", loading), *phases] if residencies[0].needs_finalise else phases),
         arena=Arena(height=0, lower_bound=0, alignment=64, buffers=()),
         sweep=Sweep(streamed, tuple(sizes), passing, 0, 0) if streamed else None,
     )
@@ -213,11 +220,22 @@ def add(folder: Path, slots: int = 2) -> Path:
     return write_bundle(folder, [first, second], contract, sample, plan=plan_of(contract, slots))
 
 
-def slow(folder: Path, slots: int = 2) -> Path:
-    """FP32 `y = x` after `turns` (INT64[1], up to 10^7) empty turns of a loop: takes as long as the request says."""
-    x, turns = dense("x", DType.FLOAT32, 4), dense("turns", DType.INT64, 1)
-    y = dense("y", DType.FLOAT32, 4)
-    state = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4]) for name in ("state", "state_out")]
+def adding(folder: Path) -> Path:
+    """`y` = the sum of `x`, FP32[1,2]: the model of the examples in docs/streams.md."""
+    x, y = dense("x", DType.FLOAT32, 1, 2), dense("y", DType.FLOAT32, 1, 1)
+    node = helper.make_node("MatMul", ["x", "ones"], ["y"])
+    return write_bundle(
+        folder, [model_of([node], [x], [y], {"ones": np.ones((2, 1), np.float32)})], Contract((x,), (y,), {})
+    )
+
+
+def slow(folder: Path, slots: int = 2, longest: int = 0) -> Path:
+    """FP32 `y = x` after `turns` (INT64[1], up to 10^7) empty turns of a loop: takes as long as the request says. x has
+    4 values, or with `longest` any number up to it, in windows of 4."""
+    size = "t" if longest else 4
+    x, turns = dense("x", DType.FLOAT32, size, largest=4), dense("turns", DType.INT64, 1)
+    y = dense("y", DType.FLOAT32, size, largest=4)
+    state = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [size]) for name in ("state", "state_out")]
     condition = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "go_out")]
     body = helper.make_graph(
         [helper.make_node("Identity", ["go"], ["go_out"]), helper.make_node("Identity", ["state"], ["state_out"])],
@@ -230,7 +248,8 @@ def slow(folder: Path, slots: int = 2) -> Path:
         helper.make_node("Loop", ["count", "yes", "x"], ["y"], body=body),
     ]
     model = model_of(nodes, [x, turns], [y], {"yes": np.array(True)})
-    contract = Contract((x, turns), (y,), {})
+    dims, split = ({"t": DimRange(1, 4, 4)}, Split("t", 4, 0, longest, (Join(0),))) if longest else ({}, UNSET)
+    contract = Contract((x, turns), (y,), dims, split=split)
     return write_bundle(folder, [model], contract, plan=plan_of(contract, slots))
 
 
@@ -249,6 +268,52 @@ def growing(folder: Path, slots: int = 2) -> Path:
     return write_bundle(folder, [model], contract, plan=plan_of(contract, slots))
 
 
+def picking(folder: Path, slots: int = 8, batch: str | None = "n") -> Path:
+    """Of rows that may be put together: `picked` = table[at] + x over FP32[n,8] with at INT64[n] below 16, else the run
+    fails; `company` INT64[n] says of each row how many were computed with it; `most` FP32[n,8] is no row of its own."""
+    x, at = dense("x", DType.FLOAT32, "n", 8, largest=64), dense("at", DType.INT64, "n", largest=8)
+    outputs = (
+        dense("picked", DType.FLOAT32, "n", 8, largest=64),
+        dense("company", DType.INT64, "n", largest=8),
+        dense("most", DType.FLOAT32, "n", 8, largest=64),
+    )
+    nodes = [
+        helper.make_node("Gather", ["table", "at"], ["row"]),
+        helper.make_node("Add", ["row", "x"], ["picked"]),
+        helper.make_node("Shape", ["at"], ["count"]),
+        helper.make_node("Expand", ["count", "count"], ["company"]),
+        helper.make_node("ReduceMax", ["x", "first"], ["most"]),
+    ]
+    table = np.arange(128, dtype=np.float32).reshape(16, 8)
+    model = model_of(nodes, [x, at], outputs, {"table": table, "first": np.array([0], np.int64)})
+    contract = Contract((x, at), outputs, {"n": DimRange(1, 1, 8)}, batch)
+    sample = {"x": np.ones((1, 8), np.float32), "at": np.array([3], np.int64)}
+    return write_bundle(folder, [model], contract, sample, plan=plan_of(contract, slots))
+
+
+def masked(folder: Path, slots: int = 4) -> Path:
+    """Of rows that may be put together and padded along t, in buckets of 4 and 8: `next` = x + 1 over FP32[n,t], `sum`
+    FP32[n] is that of x where mask FP32[n,t] is 1; `longest` INT64[n] is the t that it was computed with."""
+    x, mask = (dense(name, DType.FLOAT32, "n", "t", largest=32) for name in ("x", "mask"))
+    outputs = (
+        dense("next", DType.FLOAT32, "n", "t", largest=32),
+        dense("sum", DType.FLOAT32, "n", largest=4),
+        dense("longest", DType.INT64, "n", largest=4),
+    )
+    nodes = [
+        helper.make_node("Add", ["x", "one"], ["next"]),
+        helper.make_node("Mul", ["x", "mask"], ["counted"]),
+        helper.make_node("ReduceSum", ["counted", "last"], ["sum"], keepdims=0),
+        helper.make_node("Shape", ["x"], ["n"], start=0, end=1),
+        helper.make_node("Shape", ["x"], ["t"], start=1, end=2),
+        helper.make_node("Expand", ["t", "n"], ["longest"]),
+    ]
+    model = model_of(nodes, [x, mask], outputs, {"one": np.ones(1, np.float32), "last": np.array([1], np.int64)})
+    dims = {"n": DimRange(1, 1, 4), "t": DimRange(1, 8, 8, (4, 8))}
+    contract = Contract((x, mask), outputs, dims, "n", pad=Padding("t", (1, None, None)))
+    return write_bundle(folder, [model], contract, plan=plan_of(contract, slots))
+
+
 def chain(
     folder: Path,
     residencies: Sequence[Residency],
@@ -256,6 +321,7 @@ def chain(
     width: int = 256,
     int4: bool = False,
     slots: int = 2,
+    batch: str | None = None,
     **changes: Any,
 ) -> Path:
     """One segment per residency, `layers` products with a [width,width] weight in each; FP32[rows,width] in and out.
@@ -285,7 +351,7 @@ def chain(
         model = model_of(nodes, [start], [end], weights)
         model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
         models.append(model)
-    contract = Contract((specs[0],), (specs[-1],), {"rows": DimRange(1, 1, 4)})
+    contract = Contract((specs[0],), (specs[-1],), {"rows": DimRange(1, 1, 4)}, batch)
     sample = {"x": np.ones((1, width), np.float32)}
     write_bundle(folder, models, contract, sample)
     manifest = read_manifest(folder)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from onnx import TensorProto, helper
 
 from compile.backends import ort
 from compile.backends.base import Lowered
-from compile.calibrate.collectors import Range, Unfit
+from compile.calibrate.collectors import Collector, Range, Unfit, collect_range, minmax
 from compile.calibrate.run import calibrate
 from compile.calibrate.synthetic import random_samples
 from compile.forms import NORMALIZE
@@ -27,7 +28,9 @@ from compile.writer import BundleWriter
 
 Array = npt.NDArray[Any]
 FLOAT = TensorProto.FLOAT
-SCHEME_NAMES = tuple(SCHEMES)
+MINMAX = functools.partial(collect_range, method=minmax)
+SCHEME_NAMES = tuple(name for name, scheme in SCHEMES.items() if not scheme.half)
+"""Those that onnxruntime executes."""
 
 
 def normal(*shape: int, seed: int = 0) -> Array:
@@ -101,13 +104,13 @@ def ranges(
     path: Path,
     shapes: Sequence[str],
     samples: Sequence[Mapping[str, Array]],
-    method: str = "minmax",
+    choose: Callable[[Collector], Range | Unfit] = MINMAX,
 ) -> dict[str, Range | Unfit]:
     """Ranges over the samples, or over random ones where none are given."""
     dims = bind_shapes(load_model(path), tuple(map(parse_shape, shapes)))
     contract = build_contract(graph, dims, {output.name or "": 0 for output in graph.graph.outputs})
     given = [dict(s) for s in samples] or random_samples(graph, contract, ("opt",) * 8)
-    return calibrate(graph, names, lambda: given, method, ort, path.parent, {}, 1 << 30, path.parent / "scratch")
+    return calibrate(graph, names, lambda: given, choose, ort, path.parent, {}, 1 << 30, path.parent / "scratch")
 
 
 def lowered(
