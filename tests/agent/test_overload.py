@@ -17,7 +17,7 @@ from agent.overload import Overload
 from agent.telemetry import Telemetry
 from targets.bundle import read_manifest
 from tests.support import bundles
-from tests.support.agents import Agent, run_agent, serving
+from tests.support.agents import Agent, run_agent, serving, stopped, until
 from tests.support.bundles import rewrite
 
 LEVEL = "tightfit_degradation_level"
@@ -40,7 +40,8 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
     rewrite(light, read_manifest(light), options={"variant": "light"})
     config = tmp_path / "agent.toml"
     config.write_text(
-        f"[requests]\nqueue_length = 4\n[degradation]\nrise_s = 0.2\nhold_s = 1.0\n[engine]\nhang_s = 60\n"
+        f"[requests]\nqueue_length = 4\ntimeout_s = 120\n[engine]\nhang_s = 120\n"
+        f"[degradation]\nrise_s = 0.2\nhold_s = 1.0\n"
         f'[[models]]\nbundle = "{heavy}"\nname = "heavy"\nlighter = "light"\n'
         f'[[models]]\nbundle = "{light}"\nname = "light"\n',
         encoding="utf-8",
@@ -51,55 +52,53 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
         assert "Traceback" not in agent.log
 
 
-def until(agent: Agent, level: int) -> None:
-    end = time.monotonic() + 20
-    while agent.metric(LEVEL) != level:
-        assert time.monotonic() < end, agent.log
-        time.sleep(0.02)
-
-
 def test_a_full_queue_sheds_low_priorities_and_has_the_lighter_variant_answer(agent: Agent) -> None:
     assert (agent.metric(LEVEL), agent.metric("tightfit_frame_rate")) == (0, 1)
+    version = json.loads(agent.request("/v2/models/heavy")[1])["versions"][0]
+    # A version that is asked for by its number answers itself, so at every level these wait for the heavy one.
+    exactly = f"/v2/models/heavy/versions/{version}/infer"
     with ThreadPoolExecutor(8) as threads:
-        # One runs, four wait, and whoever gets none comes again.
-        running = threads.submit(agent.post, request_of(1_000_000))
-        waiting = [threads.submit(agent.post, request_of(1)) for _ in range(6)]
-        until(agent, 3)
-        status, body, headers = agent.post(request_of(1), {"Priority": "u=4"})
-        assert (status, headers["Retry-After"]) == (503, "30")
-        assert json.loads(body)["error"].startswith("requests of priority 160 are not taken under pressure (queue)")
-        # The default priority never is shed, and the other engine has nothing to do.
-        status, body, _ = agent.post(request_of(1))
+        with stopped(agent.engine_pids[0]):
+            running = threads.submit(agent.post, request_of(1))
+            until(lambda: agent.metric("tightfit_running", model="heavy") == 1)
+            waiting = [threads.submit(agent.post, request_of(1), path=exactly) for _ in range(4)]
+            until(lambda: agent.metric(LEVEL) == 3)
+            assert agent.metric("tightfit_frame_rate") == 0.25
+            status, body, headers = agent.post(request_of(1), {"Priority": "u=4"})
+            assert (status, headers["Retry-After"]) == (503, "30")
+            told = json.loads(body)["error"]
+            assert told.startswith("requests of priority 160 are not taken under pressure (queue)")
+            status, body, _ = agent.post(request_of(1), path=exactly)
+            assert (status, "the queue is full" in json.loads(body)["error"]) == (503, True)
+            # The default priority never is shed, and the other engine's queue is empty.
+            lighter = threads.submit(agent.post, request_of(1))
+            until(lambda: agent.metric("tightfit_in_flight", model="light") == 1)
+        status, body, _ = lighter.result()
         assert (status, json.loads(body).get("model_name")) == (200, "light"), body
         assert running.result()[0] == 200
-        assert {answer.result()[0] for answer in waiting} <= {200, 503}
+        for status, body, _ in (answer.result() for answer in waiting):
+            assert (status, json.loads(body).get("model_version")) == (200, version), body
     assert agent.metric("tightfit_requests_total", reason="shed") == 1
     assert agent.metric("tightfit_stood_in_total", model="heavy") >= 1
-    assert agent.metric("tightfit_frame_rate") == 0.25
-    # A version that was asked for by its number answers itself.
-    version = json.loads(agent.request("/v2/models/heavy")[1])["versions"][0]
-    status, body, _ = agent.post(request_of(1), path=f"/v2/models/heavy/versions/{version}/infer")
-    assert (status, json.loads(body)["model_version"]) == (200, version)
-    until(agent, 0)
+    until(lambda: agent.metric(LEVEL) == 0)
     status, body, _ = agent.post(request_of(1), {"Priority": "u=7"})
     assert (status, json.loads(body)["model_name"]) == (200, "heavy")
     assert agent.metric("tightfit_degradations_total", cause="queue", to="up") >= 1
     assert agent.metric("tightfit_degradations_total", to="down") == 3
-    told = [json.loads(line) for line in agent.log.splitlines() if '"degradation"' in line]
-    assert [each["to"] for each in told][-3:] == [2, 1, 0]
-    assert told[0]["cause"] == "queue"
+    changes = [json.loads(line) for line in agent.log.splitlines() if '"degradation"' in line]
+    assert [each["to"] for each in changes][-3:] == [2, 1, 0]
+    assert changes[0]["cause"] == "queue"
 
 
 def test_missed_deadlines_press(agent: Agent) -> None:
-    """While one runs, others come whose deadlines pass."""
-    with ThreadPoolExecutor(8) as threads:
-        long = threads.submit(agent.post, request_of(2_000_000))
-        while agent.metric("tightfit_running") < 1:
-            time.sleep(0.002)
-        for _ in range(3):
-            late = list(threads.map(agent.post, [request_of(1)] * 3, [{"Request-Timeout-Ms": "20"}] * 3))
-            assert {status for status, _, _ in late} == {504}
-        until(agent, 3)
+    """While one runs, others come whose deadlines pass: one by one, so that the queue is never half full."""
+    with ThreadPoolExecutor(1) as threads:
+        with stopped(agent.engine_pids[0]):
+            long = threads.submit(agent.post, request_of(1))
+            until(lambda: agent.metric("tightfit_running") == 1)
+            while agent.metric(LEVEL) < 3:
+                for _ in range(5):
+                    assert agent.post(request_of(1), {"Request-Timeout-Ms": "20"})[0] == 504
         assert long.result()[0] == 200
     causes = {json.loads(line)["cause"] for line in agent.log.splitlines() if '"degradation"' in line}
     assert causes == {"misses"}
@@ -109,8 +108,7 @@ def test_a_deadline_that_nobody_could_meet_does_not(agent: Agent) -> None:
     """Its client is alone: less service for all would not help it."""
     for _ in range(20):
         assert agent.post(request_of(400_000, timeout=2000))[0] == 504
-        while agent.metric("tightfit_in_flight"):
-            time.sleep(0.002)
+        until(lambda: not agent.metric("tightfit_in_flight"))
     time.sleep(0.5)
     assert agent.metric(LEVEL) == 0
 

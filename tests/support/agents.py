@@ -81,7 +81,7 @@ class Agent:
     ) -> tuple[int, bytes, dict[str, str]]:
         request = urllib.request.Request(self.url + path, data, headers or {}, method=method)  # noqa: S310
         try:
-            with urllib.request.urlopen(request, timeout=30) as response:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=120) as response:  # noqa: S310
                 return response.status, response.read(), dict(response.headers)
         except urllib.error.HTTPError as error:
             with error:
@@ -145,9 +145,28 @@ def asking(clients: Sequence[Asks]) -> Iterator[None]:
             thread.join()
 
 
-def until(check: Callable[[], bool], seconds: float = 30) -> None:
-    """Wait until it holds."""
+def until(check: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait until it holds. How long at most only bounds what a hang costs."""
     end = time.monotonic() + seconds
     while not check():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process stands still until the block is left, so that what it is about to do stays as it is: an engine's
+    pass goes on, what is sent to an agent waits in its sockets. An engine needs a `hang_s` that outlasts the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: _threads_stand_still(pid))
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def _threads_stand_still(pid: int) -> bool:
+    # The name before the state may hold anything but ends with the last parenthesis.
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
