@@ -287,7 +287,7 @@ def picking(folder: Path, slots: int = 8, batch: str | None = "n") -> Path:
     table = np.arange(128, dtype=np.float32).reshape(16, 8)
     model = model_of(nodes, [x, at], outputs, {"table": table, "first": np.array([0], np.int64)})
     contract = Contract((x, at), outputs, {"n": DimRange(1, 1, 8)}, batch)
-    sample = {"x": np.ones((1, 8), np.float32), "at": np.array([3], np.int64)}
+    sample: dict[str, np.ndarray[Any, Any]] = {"x": np.ones((1, 8), np.float32), "at": np.array([3], np.int64)}
     return write_bundle(folder, [model], contract, sample, plan=plan_of(contract, slots))
 
 
