@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -16,3 +17,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes many seconds; left out by scripts/test --fast")
+
+
+# Where scripts/test wants to know which tests failed. Taken out, so that no test that runs pytest notes its own.
+_failed_tests = os.environ.pop("TIGHTFIT_FAILED_TESTS", None)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed and _failed_tests:
+        with Path(_failed_tests).open("a", encoding="utf-8") as noted:
+            noted.write(f"{report.nodeid}\n")
