@@ -102,7 +102,10 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    gateway = Gateway(config, Telemetry())
+    telemetry = Telemetry()
+    telemetry.built(version())
+    telemetry.watch_one("tightfit_budget_bytes", "What the agent may use of this machine's memory.", lambda: budget)
+    gateway = Gateway(config, telemetry)
     # What is loaded later is laid out before, with `tightfit-agent finalise`: that may take longer than anyone waits.
     repository = Repository(config, gateway, budget, lambda options: _open(config, budget, options, may_finalise=False))
     reloads = Reloads(config, source, repository)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from agent.served import Entry, Served
     from agent.statistics import Statistics
 
+REQUEST_ID, TRACE_PARENT = "X-Request-Id", "traceparent"
+"""Headers by which a client names a request, and its place in a trace (W3C Trace Context, section 3.2)."""
+
 Hear = Callable[[Any, RefusedError | None], None]
 """Takes what a call is answered with, or why it is refused."""
 
@@ -62,6 +65,22 @@ class Call:
         if self.served is None or self.slot is None:
             raise RuntimeError(f"call {self.id} was not admitted")
         return self.served, self.slot
+
+    @property
+    def queue_s(self) -> float:
+        """How long it waited, at the door and in the queue. Only of a call whose passes began."""
+        return self.seated - self.arrived + self.began - self.queued
+
+    @property
+    def trace_id(self) -> str:
+        """Of the trace that it is part of; empty where it is of none."""
+        return self.echo.get(TRACE_PARENT, "")[3:35]
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether somebody keeps the trace: its last field is a byte of flags, whose lowest bit says so."""
+        parent = self.echo.get(TRACE_PARENT, "")
+        return parent != "" and int(parent[53:55], 16) & 1 == 1
 
     def goes_by(self, others: Collection[Call]) -> None:
         """Take the times of calls side by side that it is put together of: at each stage those of the last."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from msgspec.structs import replace
@@ -94,7 +94,6 @@ class Gateway:
             self.telemetry.watch(name, text, lambda: [(each.name, read(each)) for each in list(self._served.values())])
 
         watch("tightfit_engine_up", "1 while the engine can run requests.", lambda each: each.engine.up)
-        watch("tightfit_engine_restarts", "Engines started after the first.", lambda each: each.engine.restarts)
         watch("tightfit_in_flight", "Requests that hold a slot.", lambda each: each.pool.leased)
         watch("tightfit_slots", "Requests that can be in memory at once.", lambda each: each.pool.slots)
         watch("tightfit_queue_depth", "Requests ready to run.", self._queued_of)
@@ -103,6 +102,22 @@ class Gateway:
             "tightfit_door_depth",
             "Requests that wait for a slot.",
             lambda each: len(each.entry.door) if each is each.entry.active else 0,
+        )
+        watch("tightfit_door_room", "Requests that may wait for a slot.", lambda each: each.entry.room)
+        watch("tightfit_pool_bytes", "What requests that hold a slot have of the plan's io_slots.", _pool_bytes)
+        self.telemetry.watch_parts(
+            "tightfit_plan_bytes",
+            "What the plan counts while requests run, by term and kind of memory.",
+            ("term", "kind"),
+            lambda: [each for served in list(self._served.values()) for each in _planned(served)],
+        )
+        self.telemetry.watch_rows(
+            "tightfit_batch_rows", "Rows that went through the engine together.", self._ledger.sizes
+        )
+        self.telemetry.watch_count(
+            "tightfit_engine_restarts",
+            "Engines started after the first.",
+            lambda: [(each.name, each.engine.restarts) for each in list(self._served.values())],
         )
         for name, text, attribute in (
             ("tightfit_cache_hits", "Requests answered with a kept answer.", "hits"),
@@ -346,7 +361,7 @@ class Gateway:
         if statistics is not None:
             statistics.settled(call, reason is Reason.OK, now, time.time())
         model = call.entry.name if call.entry else call.name
-        self.telemetry.settled(model, reason, seconds)
+        self.telemetry.settled(model, call, reason, now)
         self.overload.settled(reason, len(self._calls))
         if reason in _FAULTS or self._log_all:
             write = self._log.warning if reason in _FAULTS else self._log.debug
@@ -544,3 +559,12 @@ class Gateway:
     def _raise(self, refused: Refused | None) -> None:
         if refused is not None:
             raise RefusedError(refused.reason, refused.message)
+
+
+def _pool_bytes(served: Served) -> float:
+    return served.pool.leased * served.slab.layout.slot_bytes
+
+
+def _planned(served: Served) -> Iterable[tuple[tuple[str, str, str], float]]:
+    for term in served.model.manifest.plan.phase("run").terms:
+        yield (served.name, term.name, term.kind), term.nbytes

@@ -215,7 +215,12 @@ class Entry:
     @property
     def fullness(self) -> float:
         """How much of the door's room is taken, 0..1; more, where it had more room before."""
-        return len(self.door) / self._bounds()[0]
+        return len(self.door) / self.room
+
+    @property
+    def room(self) -> int:
+        """How many may wait at the door."""
+        return self._bounds()[0]
 
     @property
     def version(self) -> str:

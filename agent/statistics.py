@@ -50,16 +50,14 @@ class Statistics:
         self.last_s = wall_s
         if call.cache_hit is not None:
             self._looked(call.cache_hit, call.cache_s)
-        began = call.began
-        if not began:
+        if not call.began:
             self.kept += 1
             self.queue_s += max(total_s - call.cache_s, 0.0)
             return
-        queued, seated = call.queued, call.seated
         self.ran += 1
         self.inferences += call.rows
-        self.queue_s += seated - call.arrived + began - queued
-        self.input_s += queued - seated
+        self.queue_s += call.queue_s
+        self.input_s += call.queued - call.seated
         self.infer_s += call.compute_s
         self.output_s += now - call.ended
 
@@ -70,6 +68,11 @@ class Statistics:
         else:
             self.misses += 1
             self.miss_s += seconds
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """How many executions there were of so many rows; another thread may ask."""
+        return {rows: count for rows, (count, _) in self.batches.copy().items()}
 
     def executed(self, rows: int, seconds: float) -> None:
         """One batch has been through the engine."""
@@ -128,3 +131,7 @@ class Ledger:
         for each in idle[: max(len(idle) - _KEPT_VERSIONS, 0)]:
             del self._versions[each]
         return found
+
+    def sizes(self) -> list[tuple[str, dict[int, int]]]:
+        """Of every version that is kept: (model, how many executions there were of so many rows)."""
+        return [(name, statistics.sizes) for (name, _), statistics in self._versions.copy().items()]

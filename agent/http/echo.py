@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-REQUEST_ID = "X-Request-Id"
-TRACE_PARENT = "traceparent"
+from agent.calls import REQUEST_ID, TRACE_PARENT
+
 _MOST_CHARACTERS = 128
 _ID = re.compile(rf"[\x21-\x7e]{{1,{_MOST_CHARACTERS}}}", re.ASCII)
 # Version 00 has these four fields alone, later ones may have more behind them; ff is none, and ids are never all zero.

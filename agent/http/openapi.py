@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from agent.calls import REQUEST_ID, TRACE_PARENT
 from agent.http.classification import MOST_CLASSES
 from agent.http.codecs import HEADER_LENGTH
-from agent.http.echo import REQUEST_ID, TRACE_PARENT
 from agent.http.hints import TIMEOUT
 from targets.tensor import FROM_OIP, Contract, TensorSpec
 
@@ -280,7 +280,8 @@ _OPERATIONS: tuple[_Operation, ...] = (
     _Operation("get", "/v2/health/live", "live", "Whether it runs", _json("live")),
     _Operation("get", "/v2/health/ready", "ready", "Whether every model can be asked", _json("ready")),
     _Operation("get", "/v2/openapi.json", "openapi", "This description", {_JSON: {}}),
-    _Operation("get", "/metrics", "metrics", "Counters and gauges", {"text/plain": {}}),
+    _Operation("get", "/metrics", "metrics", "Counters and gauges",
+               {"text/plain": {}, "application/openmetrics-text": {}}),
     *_both(_Operation("get", _MODEL, "model", "What a model takes and gives", _json("model"))),
     *_both(_Operation("get", f"{_MODEL}/ready", "modelReady", "Whether it can be asked", _json("ready"))),
     *_both(_Operation("get", f"{_MODEL}/config", "config", "Its configuration, as Triton's", _json("config"))),

@@ -45,7 +45,7 @@ from agent.sequence_states import Sequences
 from agent.sequences import is_long
 from agent.served import Entry, Served
 from agent.strings import unpack_strings
-from agent.telemetry import CONTENT_TYPE
+from agent.telemetry import form_of
 
 # Those of Triton that do what its documents say (docs/protocol.md).
 EXTENSIONS = (
@@ -154,9 +154,10 @@ class V2:
         models = [Described(name, each.model.contract.whole, bool(each.images)) for name, each in active.items()]
         return json(document(self._version, models))
 
-    async def metrics(self, _: web.Request) -> web.Response:
-        text = await self._runs.off_loop(self._gateway.telemetry.text)
-        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE, **SERVER})
+    async def metrics(self, request: web.Request) -> web.Response:
+        form = form_of(request.headers.get("Accept", ""))
+        text, content_type = await self._runs.off_loop(self._gateway.telemetry.text, form)
+        return web.Response(body=text, headers={"Content-Type": content_type, "Vary": "Accept", **SERVER})
 
     # --- infer
 

@@ -244,7 +244,7 @@ def test_a_killed_engine_comes_back(either: Agent, threads: ThreadPoolExecutor, 
     assert [answer.result(20)[0] for answer in waiting] == [200] * 3
     until(either, "tightfit_engine_up", 1)
     assert either.engine_pid != first
-    assert either.metric("tightfit_engine_restarts") == 1
+    assert either.metric("tightfit_engine_restarts_total") == 1
     assert either.metric("tightfit_in_flight") == 0
     assert either.request("/v2/health/ready")[0] == either.request("/v2/models/slow/ready")[0] == 200
     assert "was killed by SIGKILL" in either.log
@@ -289,7 +289,7 @@ def test_an_engine_that_dies_too_often_ends_the_agent(bundle: Path, tmp_path: Pa
     config.write_text("[engine]\nrestarts = 1\n")
     with serving(bundle, tmp_path / "log", "--config", str(config)) as agent:
         os.kill(agent.engine_pid, signal.SIGKILL)
-        until(agent, "tightfit_engine_restarts", 1)
+        until(agent, "tightfit_engine_restarts_total", 1)
         until(agent, "tightfit_engine_up", 1)
         os.kill(agent.engine_pid, signal.SIGKILL)
         assert agent.process.wait(20) == 1

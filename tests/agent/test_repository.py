@@ -262,7 +262,7 @@ def test_a_bundle_that_moved(tmp_path: Path) -> None:
         reload_(agent)
         assert agent.engine_pid == pid
         os.kill(pid, signal.SIGKILL)
-        until(lambda: agent.metric("tightfit_engine_restarts") == 1 and agent.metric("tightfit_engine_up") == 1)
+        until(lambda: agent.metric("tightfit_engine_restarts_total") == 1 and agent.metric("tightfit_engine_up") == 1)
         assert ask(agent)[0] == 200
 
 

@@ -75,7 +75,7 @@ def test_no_connection_is_lost_and_each_request_is_answered_once(tmp_path: Path,
             until(lambda: all(len(client.answers) >= 20 for client in clients))
             before = [len(client.answers) for client in clients]
             os.kill(agent.engine_pid, number)
-            until(lambda: agent.metric("tightfit_engine_restarts") == 1)
+            until(lambda: agent.metric("tightfit_engine_restarts_total") == 1)
             until(lambda: agent.metric("tightfit_engine_up") == 1)
             back = [len(client.answers) for client in clients]
             until(lambda: all(c.wrong or len(c.answers) >= at + 20 for c, at in zip(clients, back, strict=True)))

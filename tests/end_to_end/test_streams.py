@@ -88,7 +88,7 @@ def test_an_engine_that_is_killed_ends_no_stream(tmp_path: Path) -> None:
 
             def kill(_: list[Client]) -> None:
                 os.kill(agent.engine_pid, signal.SIGKILL)
-                until(lambda: agent.metric("tightfit_engine_restarts") == 1)
+                until(lambda: agent.metric("tightfit_engine_restarts_total") == 1)
                 until(lambda: agent.metric("tightfit_engine_up") == 1)
 
             clients = run_clients(agent, kill)

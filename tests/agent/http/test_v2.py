@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 
+from targets.bundle import read_manifest
 from targets.tensor import DType
 from tests.support import bundles
 from tests.support.agents import Agent, serving
@@ -219,6 +221,33 @@ def test_metrics_tell_outcomes_and_memory(either: Agent) -> None:
     assert after['tightfit_in_flight{model="add"}'] == 0
     for process in ("gateway", "engine"):
         assert either.metric("tightfit_memory_bytes", kind="anonymous", process=process) > 1 << 20
+
+
+def test_metrics_show_the_plan_beside_what_is_used(agent: Agent) -> None:
+    plan = read_manifest(Path(agent.log_file).parent / "add.tfb").plan
+    for term in plan.phase("run").terms:
+        assert agent.metric("tightfit_plan_bytes", term=term.name, kind=term.kind) == term.nbytes
+    assert agent.metric("tightfit_slots") == plan.slots
+    assert agent.metric("tightfit_pool_bytes") == 0
+    assert agent.metric("tightfit_door_room") == 64
+    assert agent.metric("tightfit_budget_bytes") > plan.phase("run").total_bytes
+    assert agent.metric("tightfit_build_info") == 1
+    before = agent.metric("tightfit_uptime_seconds"), agent.metric("tightfit_batch_rows_count")
+    agent.post(good())
+    assert agent.metric("tightfit_uptime_seconds") > before[0] > 0
+    assert agent.metric("tightfit_batch_rows_count") == before[1] + 1
+
+
+def test_metrics_as_a_scraper_asks_for_them(agent: Agent) -> None:
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    agent.post(good(), {"traceparent": f"00-{trace}-b7ad6b7169203331-01"})
+    _, body, headers = agent.request("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert headers["Content-Type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    samples = [sample for family in open_metrics(body.decode()) for sample in family.samples]
+    assert trace in [sample.exemplar.labels["trace_id"] for sample in samples if sample.exemplar]
+    _, body, headers = agent.request("/metrics")
+    assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert trace not in body.decode()
 
 
 def test_health_is_answered_while_a_large_body_is_parsed(tmp_path: Path) -> None:
