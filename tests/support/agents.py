@@ -57,7 +57,7 @@ class Agent:
     def log(self) -> str:
         return self.log_file.read_text(encoding="utf-8")
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 30) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout: float = 60) -> int:
         self.process.send_signal(number)
         return self.process.wait(timeout)
 
@@ -111,11 +111,11 @@ def serving(
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(30)
+        process.wait(60)
         process.stdout.close()
 
 
-def run_agent(*arguments: str, timeout: float = 60, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+def run_agent(*arguments: str, timeout: float = 120, env: dict[str, str] | None = None) -> tuple[int, str, str]:
     """Run the command line to its end: (exit code, stdout, stderr)."""
     done = subprocess.run(
         [*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False,

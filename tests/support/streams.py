@@ -25,7 +25,7 @@ class Exchange:
         if receive:
             # What the kernel takes for a client that does not read.
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
-        self.socket.settimeout(30)
+        self.socket.settimeout(60)
         self.socket.connect(("127.0.0.1", agent.port))
         fields = {"Host": "localhost", **(headers or {})}
         if content_type:
