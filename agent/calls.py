@@ -11,6 +11,7 @@ from agent.errors import RefusedError
 from agent.request import Refused
 
 if TYPE_CHECKING:
+    from agent.scheduling.batch import Batch
     from agent.served import Entry, Served
     from agent.statistics import Statistics
 
@@ -32,8 +33,9 @@ class Call:
 
     `seated` is when it had its slot, `queued` when its first pass could begin, `began` when that did, 0 where it needed
     none, `compute_s` what its passes took, and `ended` when the last did. `cache_s` is what looking for a kept answer
-    took, and `cache_hit` whether there was one, None where none are kept. `rows` are those of its batch's axis. `echo`
-    are the ids that the client gave it, for logs.
+    took, and `cache_hit` whether there was one, None where none are kept. `rows` are those of its batch's axis,
+    `inputs` the bytes of each input in its slot, and `batch` is what it ran in last. `echo` are the ids that the client
+    gave it, for logs.
     """
 
     id: int
@@ -57,6 +59,8 @@ class Call:
     cache_s: float = 0.0
     cache_hit: bool | None = None
     rows: int = 1
+    inputs: tuple[int, ...] = ()
+    batch: Batch | None = None
     echo: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -70,6 +74,19 @@ class Call:
     def queue_s(self) -> float:
         """How long it waited, at the door and in the queue. Only of a call whose passes began."""
         return self.seated - self.arrived + self.began - self.queued
+
+    def waited_s(self, now: float) -> float:
+        """The same of any call: of one that still waits, until now."""
+        if not self.seated:
+            return now - self.arrived
+        return self.seated - self.arrived + ((self.began or now) - self.queued if self.queued else 0.0)
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows that went through the engine together with its own, these included; 0 where it did not run."""
+        groups = self.batch.groups if self.batch else ()
+        mine = next((group for group in groups if any(each.id == self.id for each in group)), ())
+        return sum([each.rows for each in mine])
 
     @property
     def trace_id(self) -> str:

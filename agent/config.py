@@ -223,10 +223,15 @@ class Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Logs go to stderr, one event a line. `auto` writes for people on a terminal and JSON elsewhere."""
+    """Logs go to stderr, one event a line. `auto` writes for people on a terminal and JSON elsewhere.
+
+    `requests` says of which requests there is a line: of those that were not answered (of a flood of them, few), of
+    all, or of none (docs/observability.md).
+    """
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "console"] = "auto"
+    requests: Literal["failures", "all", "none"] = "failures"
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -32,6 +32,7 @@ from agent.errors import Reason, RefusedError
 from agent.journal import Degrade, EngineDown, EngineUp, Journal, Load
 from agent.overload import Governor, Overload, no_governor
 from agent.request import Output, Refused, Request, Result
+from agent.request_log import RequestLog
 from agent.scheduling.accelerator import Accelerator
 from agent.scheduling.batch import Batch
 from agent.scheduling.costs import Costs
@@ -40,8 +41,6 @@ from agent.scheduling.queue import EXPIRED
 from agent.served import Entry, Served
 from agent.statistics import Ledger, Statistics
 from agent.telemetry import Telemetry
-
-_FAULTS = frozenset({Reason.FAULT, Reason.ENGINE_ERROR, Reason.OUTPUT_TOO_LARGE})
 
 
 class Gateway:
@@ -62,7 +61,9 @@ class Gateway:
         """Set when every engine died too often to be started once more."""
         self._config = config
         self._log = log.get("gateway")
-        self._log_all = config.log.level == "debug"
+        self._request_log = RequestLog(config.log)
+        self._tells_all = self._request_log.takes_answered
+        """Whether more is said of a request that was answered than what is counted."""
         self._loop = asyncio.get_running_loop()
         self._served: dict[str, Served] = {}
         self._ledger = Ledger()
@@ -201,6 +202,7 @@ class Gateway:
 
     def close(self) -> None:
         """Keep no more deadlines."""
+        self._request_log.close()
         self.overload.close()
         if self._timer:
             self._timer.cancel()
@@ -291,6 +293,7 @@ class Gateway:
         self._raise(self._stopped)
         served, slot = call.seat
         request = served.request(call, slot, shapes, nbytes, outputs)
+        call.inputs = nbytes
         served.filling.discard(call.id)
         self._expect(served)
         return await self._run(call, replace(request, arrived=time.monotonic(), turn=turn))
@@ -330,6 +333,7 @@ class Gateway:
         served, slot = call.seat
         self.overload.check(call.priority)
         request = served.request(call, slot, shapes, nbytes, outputs)
+        call.inputs = nbytes
         served.filling.discard(call.id)
         self._expect(served)
         return request
@@ -351,9 +355,10 @@ class Gateway:
 
     def settle(self, call: Call, reason: Reason, message: str = "") -> None:
         """The end of every call, whatever it was: gives back what it held, counts and logs."""
+        if reason is not Reason.OK or self._tells_all:
+            self._tell(call, reason, message)
         self._end(call)
         now = time.monotonic()
-        seconds = now - call.arrived
         statistics = call.statistics
         if statistics is None and call.entry is not None and call.entry.active is not None:
             # It was refused at the door.
@@ -363,12 +368,12 @@ class Gateway:
         model = call.entry.name if call.entry else call.name
         self.telemetry.settled(model, call, reason, now)
         self.overload.settled(reason, len(self._calls))
-        if reason in _FAULTS or self._log_all:
-            write = self._log.warning if reason in _FAULTS else self._log.debug
-            write(
-                "request", id=call.id, model=model, reason=reason.value, ms=round(seconds * 1e3, 3),
-                message=message[:500], **call.echo,
-            )  # fmt: skip
+
+    def _tell(self, call: Call, reason: Reason, message: str) -> None:
+        """Say what became of a call, while what it was about stands in its slot."""
+        if call.id in self._running:
+            call.began, call.batch = call.began or self._began, self._batch
+        self._request_log.settled(call, reason, message)
 
     def withdraw(self, call: Call) -> None:
         """The end of a call whose request begins anew, as another one: nothing of it is counted."""
@@ -436,12 +441,14 @@ class Gateway:
         elif isinstance(reply, Done):
             call.began = call.began or self._began
             call.compute_s += self._took_s
+            call.batch = self._batch
             call.ended = now = time.monotonic()
             if call.deadline < now:
                 # The timer, which is as late as the loop, would have said so.
                 call.reject(EXPIRED)
             call.resolve(Result(tuple(Output(*output) for output in reply.outputs)))
         else:
+            call.began, call.batch = call.began or self._began, self._batch
             call.reject(Refused(Reason(reply.reason), reply.message))
         if isinstance(reply, RunError):
             self._failed.add(reply.id)

@@ -8,6 +8,8 @@ from typing import Any
 
 import structlog
 
+SERVICE = "tightfit-agent"
+
 
 def configure(level: str, style: str) -> None:
     """Set up structlog for this process. `style` is json, console, or auto (console on a terminal)."""
@@ -15,6 +17,7 @@ def configure(level: str, style: str) -> None:
     render: Any = structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
+            *([] if console else [_name_service]),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info if not console else structlog.processors.StackInfoRenderer(),
@@ -26,6 +29,11 @@ def configure(level: str, style: str) -> None:
     )
     # Libraries that use the standard library's logging: their warnings belong in the same stream.
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+
+
+def _name_service(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Where the logs of several services come together, whose this is."""
+    return {"service_name": SERVICE, **event}
 
 
 def get(name: str) -> Any:
