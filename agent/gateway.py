@@ -104,7 +104,11 @@ class Gateway:
             "Requests that wait for a slot.",
             lambda each: len(each.entry.door) if each is each.entry.active else 0,
         )
-        watch("tightfit_door_room", "Requests that may wait for a slot.", lambda each: each.entry.room)
+        watch(
+            "tightfit_door_room",
+            "Requests that may wait for a slot.",
+            lambda each: each.entry.room if each is each.entry.active else 0,
+        )
         watch("tightfit_pool_bytes", "What requests that hold a slot have of the plan's io_slots.", _pool_bytes)
         self.telemetry.watch_parts(
             "tightfit_plan_bytes",

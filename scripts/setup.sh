@@ -40,6 +40,21 @@ apt_install() {
     rm -f "$log"
 }
 
+# find_promtool: put promtool in the PATH. Debian has it in the package prometheus, whose server nobody needs here (it
+# would be started), so that one program is unpacked into .cache/bin.
+find_promtool() {
+    local bin=$root/.cache/bin folder
+    command -v promtool >/dev/null && return 0
+    if [[ ! -x $bin/promtool ]]; then
+        folder=$(mktemp -d)
+        (cd "$folder" && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb .) >/dev/null 2>&1 || true
+        mkdir -p "$bin"
+        mv "$folder/usr/bin/promtool" "$bin/promtool" 2>/dev/null || true
+        rm -rf "$folder"
+    fi
+    [[ -x $bin/promtool ]] && export PATH=$bin:$PATH
+}
+
 # make_venv EXTRAS: .venv with this project and the named extras, and activate it. The second time it only looks at a
 # stamp: a hash of pyproject.toml, the extras and the interpreter.
 make_venv() {
