@@ -16,6 +16,7 @@ from typing import Any
 import uvloop
 
 from agent import finalise, log, systemd
+from agent.access.access import Access
 from agent.config import Config, ModelOptions
 from agent.gateway import Gateway
 from agent.http.ensembles import check_ensembles
@@ -54,12 +55,13 @@ def serve(config: Config, source: Source, announce: Announce) -> None:
     for number in (signal.SIGHUP, signal.SIGUSR1):
         # Until there is something to reload, which would else be the end of the process.
         signal.signal(number, signal.SIG_IGN)
+    access = Access(config)
     budget = machine_budget(config.memory.os_reserve_mib)
     models = [(options, _open(config, budget, options, config.engine.finalise_on_start)) for options in config.served]
     # How long a thread that computes in Python (one verifies bundles, two parse JSON) may keep the interpreter from the
     # loop, each time that the loop wakes; a request wakes it several times.
     sys.setswitchinterval(SWITCH_S)
-    uvloop.run(_serve(config, source, budget, models, announce))
+    uvloop.run(_serve(config, source, access, budget, models, announce))
 
 
 def _open(config: Config, budget: int, options: ModelOptions, may_finalise: bool) -> Model:
@@ -96,8 +98,9 @@ def _laid_out(config: Config, model: Model, may_finalise: bool) -> Path:
 
 
 async def _serve(
-    config: Config, source: Source, budget: int, models: Sequence[tuple[ModelOptions, Model]], announce: Announce
-) -> None:
+    config: Config, source: Source, access: Access, budget: int, models: Sequence[tuple[ModelOptions, Model]],
+    announce: Announce,
+) -> None:  # fmt: skip
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -108,14 +111,15 @@ async def _serve(
     gateway = Gateway(config, telemetry)
     # What is loaded later is laid out before, with `tightfit-agent finalise`: that may take longer than anyone waits.
     repository = Repository(config, gateway, budget, lambda options: _open(config, budget, options, may_finalise=False))
-    reloads = Reloads(config, source, repository)
+    reloads = Reloads(config, source, access, repository)
     for number in (signal.SIGHUP, signal.SIGUSR1):
         loop.add_signal_handler(number, reloads.ask)
     try:
         if await _unless(stop, repository.start(models)):
             check_ensembles(config.ensembles, repository)
-            await _listen(config, gateway, repository, reloads, announce, stop)
+            await _listen(config, access, gateway, repository, reloads, announce, stop)
     finally:
+        access.close()
         await reloads.close()
         gateway.close()
         await repository.close()
@@ -137,20 +141,22 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
 
 
 async def _listen(
-    config: Config, gateway: Gateway, repository: Repository, reloads: Reloads, announce: Announce, stop: asyncio.Event
-) -> None:
+    config: Config, access: Access, gateway: Gateway, repository: Repository, reloads: Reloads, announce: Announce,
+    stop: asyncio.Event,
+) -> None:  # fmt: skip
     api = V2(gateway, repository, config, version())
     runner = runner_of(api.application(), _FLUSH_S)
     await runner.setup()
     try:
-        with listening(config.http) as listeners:
-            servers = [await listen(runner, api.lane, config.http, listener) for listener in listeners]
+        with listening(config.http, tls=access.speaks_tls) as listeners:
+            servers = [await listen(runner, api.lane, config, access, listener) for listener in listeners]
             addresses = [url_of(listener) for listener in listeners]
             logger = log.get("gateway")
             names = ",".join(entry.name for entry in repository.entries)
             logger.info("serving", models=names, addresses=",".join(addresses))
             announce(f"serving {names} at {', '.join(addresses)}")
             systemd.notify("READY=1")
+            access.begin()
             reloads.begin()
             # All that is there by now stays: the collector need not look through it again and again.
             gc.collect()

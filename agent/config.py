@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -26,7 +26,20 @@ Positive = Annotated[int, Meta(ge=1, le=1 << 31)]
 Bound = Annotated[int, Meta(ge=0, le=1 << 31)]
 Priority = Annotated[int, Meta(ge=1, le=255)]
 
-Address = tuple[str, int] | Path
+
+class Tcp(NamedTuple):
+    """An address of TCP. `scheme` is "http" or "https" where it was written, or "": as [tls] has it."""
+
+    host: str
+    port: int
+    scheme: str = ""
+
+    def is_secure(self, tls: bool) -> bool:
+        """Whether it speaks TLS, which those do that say nothing where there is `tls`."""
+        return self.scheme == "https" or (tls and not self.scheme)
+
+
+Address = Tcp | Path
 
 DEFAULT_PRIORITY = 128
 MAX_PORT = 65_535
@@ -38,17 +51,20 @@ MAX_CONFIG_BYTES = 1 << 20
 def _address(text: str) -> Address:
     if text.startswith("unix:/"):
         return Path(text.removeprefix("unix:"))
-    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:/\s]+)):(\d{1,5})", text, re.ASCII)
-    if found is None or int(found[3]) > MAX_PORT:
-        raise ValueError(f"{text!r} is no address to listen on: HOST:PORT, [IPV6]:PORT or unix:/PATH")
-    return found[1] or found[2], int(found[3])
+    found = re.fullmatch(r"(?:(https?)://)?(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:/\s]+)):(\d{1,5})", text, re.ASCII)
+    if found is None or int(found[4]) > MAX_PORT:
+        raise ValueError(
+            f"{text!r} is no address to listen on: HOST:PORT, [IPV6]:PORT, https://HOST:PORT or unix:/PATH"
+        )
+    return Tcp(found[2] or found[3], int(found[4]), found[1] or "")
 
 
 class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where to listen and what one client may use.
 
     `listen` names addresses in place of `host` and `port`: "127.0.0.1:8080", "[::1]:8080", "unix:/run/agent.sock"; the
-    file of a Unix socket has `unix_mode`. After `tcp_keepalive_s` of silence TCP asks whether the peer is still there,
+    file of a Unix socket has `unix_mode`. Where [tls] has a certificate all but Unix sockets speak TLS, unless "http://"
+    stands before them. After `tcp_keepalive_s` of silence TCP asks whether the peer is still there,
     and after as long again without an answer the connection is closed. A client that sends FIN behind a request has
     left, unless that request says `Connection: close`: then it waits for the answer. With `half_close` it always does.
 
@@ -73,12 +89,47 @@ class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """All that is listened on: (host, port), or the path of a Unix socket."""
-        return tuple(map(_address, self.listen)) or ((self.host, self.port),)
+        """All that is listened on: of TCP, or the path of a Unix socket."""
+        return tuple(map(_address, self.listen)) or (Tcp(self.host, self.port),)
 
     def __post_init__(self) -> None:
         for text in self.listen:
             _address(text)
+
+
+class Tls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Encryption of what comes over TCP (docs/security.md).
+
+    `certificate` (with those between it and its root behind it) and `key` are PEM files: paths, or `credential:NAME`
+    for what systemd hands over. `minimum` is the oldest version that is spoken. Who connects has `handshake_s` to show
+    that it speaks TLS, and for all of the handshake.
+
+    With `client_ca`, the certificates of authorities, clients may show certificates of theirs, or have to where
+    `client_certificate` is `required`; `crl` lists those that are revoked.
+    """
+
+    certificate: str = ""
+    key: str = ""
+    minimum: Literal["1.2", "1.3"] = "1.2"
+    client_ca: str = ""
+    client_certificate: Literal["optional", "required"] = "optional"
+    crl: str = ""
+    handshake_s: Seconds = 10.0
+
+    def __post_init__(self) -> None:
+        if bool(self.certificate) != bool(self.key):
+            raise ValueError("TLS needs both certificate and key")
+        if self.client_ca and not self.certificate:
+            raise ValueError("client_ca is for TLS, which needs certificate and key")
+        if not self.client_ca and (self.crl or self.client_certificate == "required"):
+            raise ValueError("certificates of clients need client_ca, by which they are judged")
+
+
+class AccessOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who may do what (docs/security.md). Certificates, and what else is read for this, are looked at every `watch_s`
+    for whether they were replaced; what is connected stays as it is."""
+
+    watch_s: Seconds = 10.0
 
 
 class Requests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -241,6 +292,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     models: tuple[ModelOptions, ...] = ()
     ensembles: tuple[EnsembleOptions, ...] = ()
     http: Http = Http()
+    tls: Tls = Tls()
+    access: AccessOptions = AccessOptions()
     requests: Requests = Requests()
     streams: StreamOptions = StreamOptions()
     repository: RepositoryOptions = RepositoryOptions()
@@ -284,13 +337,16 @@ def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Conf
         raise ConfigError(f"{where}: both bundle and [[models]]", "name each bundle under [[models]]")
     if config.http.listen and isinstance(http := fields.get("http"), dict) and http.keys() & {"host", "port"}:
         raise ConfigError(f"{where}: both listen and host or port under [http]", "name each address in listen")
+    secure = [each for each in config.http.listen if each.startswith("https://")]
+    if secure and not config.tls.certificate:
+        raise ConfigError(f"{where}: {secure[0]} needs a certificate", "give certificate and key under [tls]")
     check_exposure(config.http)
     return config
 
 
 def check_exposure(http: Http) -> None:
     """Refuse to serve a network without encryption and authentication unless told to."""
-    open_to_all = [each[0] for each in http.addresses if isinstance(each, tuple) and not is_loopback(each[0])]
+    open_to_all = [each.host for each in http.addresses if isinstance(each, Tcp) and not is_loopback(each.host)]
     if http.allow_insecure_network or not open_to_all:
         return
     raise ConfigError(
@@ -325,6 +381,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 SECTIONS: dict[str, Any] = {
     "http": Http,
+    "tls": Tls,
+    "access": AccessOptions,
     "requests": Requests,
     "streams": StreamOptions,
     "repository": RepositoryOptions,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from agent import log, systemd
+from agent.access.access import Access
 from agent.config import Config
 from agent.repository import Repository
 from targets.errors import TightfitError
@@ -25,8 +26,8 @@ _MODELS = ("bundle", "models")
 class Reloads:
     """Brings the repository to what `source` reads, whenever it is asked."""
 
-    def __init__(self, config: Config, source: Source, repository: Repository) -> None:
-        self._config, self._source, self._repository = config, source, repository
+    def __init__(self, config: Config, source: Source, access: Access, repository: Repository) -> None:
+        self._config, self._source, self._access, self._repository = config, source, access, repository
         self._log = log.get("reload")
         self._asked = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -73,6 +74,6 @@ class Reloads:
         ]
         if fixed:
             self._log.warning("these sections take effect when the agent is started again", sections=",".join(fixed))
-        failed = await self._repository.reload(config.served)
+        failed = [*self._access.reload(), *await self._repository.reload(config.served)]
         self._log.info("reloaded", failed=len(failed), seconds=round(time.monotonic() - started, 3))
         return failed

@@ -16,8 +16,11 @@ from aiohttp.web_protocol import RequestPayloadError
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from agent import log
-from agent.config import Http
+from agent.access.access import Access
+from agent.config import Config, Http
 from agent.http.bodies import EXPECTATION
+from agent.http.handshakes import Handshakes
+from agent.http.sockets import Listener, is_secure
 
 if TYPE_CHECKING:
     from agent.http.lane.lane import Lane
@@ -94,7 +97,9 @@ class Protocol(web.RequestHandler):
         return self._reading_paused or self._upgraded or len(self._messages) >= self._max_msg_queue_size
 
     def eof_received(self) -> bool:  # type: ignore[override]  # what asyncio.Protocol has, aiohttp narrows
-        """Whether the connection stays open, for what is to be answered yet."""
+        """Whether the connection stays open, for what is to be answered yet. Over TLS it never does."""
+        if is_secure(self.transport):
+            return False
         idle = self._waiter is not None and not self._messages
         if idle or self._last is None or not self._last[1].is_eof():
             return False
@@ -178,15 +183,22 @@ def runner_of(application: web.Application, shutdown_s: float) -> web.AppRunner:
     return web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s)
 
 
-async def listen(runner: web.AppRunner, lane: Lane, http: Http, listener: socket.socket) -> asyncio.Server:
+async def listen(
+    runner: web.AppRunner, lane: Lane, config: Config, access: Access, listener: Listener
+) -> asyncio.Server | Handshakes:
     """Accept connections. Each begins in the lane."""
     loop = asyncio.get_running_loop()
     manager: Any = runner.server
+    http = config.http
+
+    def room() -> int:
+        return http.connections - len(manager.connections) - len(lane.connections)
 
     def accepted() -> asyncio.Protocol:
-        if len(manager.connections) + len(lane.connections) >= http.connections:
-            return _Full(http.connections)
-        return lane.connection(partial(Protocol, manager, http))
+        return lane.connection(partial(Protocol, manager, http)) if room() > 0 else _Full(http.connections)
+
+    if listener.secure:
+        return Handshakes(listener, access, accepted, room, config)
 
     serve = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
     return await serve(accepted, sock=listener)

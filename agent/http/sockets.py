@@ -25,25 +25,42 @@ _PROBES = 4
 _TICK_S = 0.004
 
 
+class Listener(socket.socket):
+    """A socket that listens."""
+
+    secure = False
+    """Whether those who connect speak TLS."""
+
+
 @contextlib.contextmanager
-def listening(http: Http) -> Iterator[list[socket.socket]]:
-    """Sockets that listen, at least one for each address. When the block is left they are closed, and the files of Unix
-    sockets removed. Raises AgentError when an address cannot be had."""
+def listening(http: Http, tls: bool = False) -> Iterator[list[Listener]]:
+    """Sockets that listen, at least one for each address; with `tls` those speak it that do not say otherwise. When the
+    block is left they are closed, and the files of Unix sockets removed. Raises AgentError when an address cannot be
+    had."""
     with contextlib.ExitStack() as stack:
         listeners = []
         for address in http.addresses:
             if isinstance(address, Path):
                 listeners.append(stack.enter_context(_unix(address, http.unix_mode)))
                 continue
-            for family, resolved in _resolved(*address):
-                listeners.append(stack.enter_context(_tcp(family, resolved, http.tcp_keepalive_s)))
+            for family, resolved in _resolved(address.host, address.port):
+                listener = stack.enter_context(_tcp(family, resolved, http.tcp_keepalive_s))
+                listener.secure = address.is_secure(tls)
+                listeners.append(listener)
         yield listeners
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: Listener) -> str:
     """Where clients find it: a URL, or `unix:PATH`."""
     name = listener.getsockname()
-    return f"unix:{name}" if listener.family == socket.AF_UNIX else f"http://{_where(name)}"
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{name}"
+    return f"{'https' if listener.secure else 'http'}://{_where(name)}"
+
+
+def is_secure(transport: asyncio.BaseTransport | None) -> bool:
+    """Whether it speaks TLS."""
+    return transport is not None and transport.get_extra_info("ssl_object") is not None
 
 
 def waited_s(transport: asyncio.BaseTransport | None) -> float:
@@ -74,8 +91,8 @@ def _resolved(host: str, port: int) -> list[tuple[int, Any]]:
 
 
 @contextlib.contextmanager
-def _tcp(family: int, address: Any, keepalive_s: int) -> Iterator[socket.socket]:
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
+def _tcp(family: int, address: Any, keepalive_s: int) -> Iterator[Listener]:
+    with Listener(family, socket.SOCK_STREAM) as listener:
         with _explained(_where(address)):
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
@@ -99,8 +116,8 @@ def _keep_alive(listener: socket.socket, idle_s: int) -> None:
 
 
 @contextlib.contextmanager
-def _unix(path: Path, mode: int) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+def _unix(path: Path, mode: int) -> Iterator[Listener]:
+    with Listener(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         with _explained(f"unix:{path}"):
             _remove_stale(path)
             # Before it has a name, so that it is at no time open to more; the process's mask may take from this.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.config import SECTIONS, Config, ModelOptions, load_config, tomllib
+from agent.config import SECTIONS, Config, ModelOptions, Tcp, load_config, tomllib
 from agent.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -25,18 +25,20 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 
 
 def test_addresses(tmp_path: Path) -> None:
-    listen = 'listen = ["127.0.0.1:80", "[::1]:81", "localhost:0", "unix:/run/a b.sock"]'
+    listen = 'listen = ["127.0.0.1:80", "[::1]:81", "http://localhost:0", "unix:/run/a b.sock"]'
     path = write(tmp_path, f'bundle = "a"\n[http]\n{listen}\n')
-    every = (("127.0.0.1", 80), ("::1", 81), ("localhost", 0), Path("/run/a b.sock"))
+    every = (Tcp("127.0.0.1", 80), Tcp("::1", 81), Tcp("localhost", 0, "http"), Path("/run/a b.sock"))
     assert load_config(path, {}).http.addresses == every
-    assert load_config(path, {"http": {"port": 2}}).http.addresses == (("127.0.0.1", 2),)
+    assert load_config(path, {"http": {"port": 2}}).http.addresses == (Tcp("127.0.0.1", 2),)
     with pytest.raises(ConfigError, match="both listen and host or port"):
         load_config(write(tmp_path, f'bundle = "a"\n[http]\nport = 1\n{listen}\n'), {})
     with pytest.raises(ConfigError, match=r"host 0\.0\.0\.0 can be reached"):
         load_config(write(tmp_path, 'bundle = "a"\n[http]\nlisten = ["127.0.0.1:1", "0.0.0.0:1"]\n'), {})
 
 
-@pytest.mark.parametrize("address", ["", "80", ":80", "::1:80", "[::1]", "h:", "h:65536", "unix:", "unix:a", "/run/a"])
+@pytest.mark.parametrize(
+    "address", ["", "80", ":80", "::1:80", "[::1]", "h:", "h:65536", "unix:", "unix:a", "/run/a", "tls://h:1"]
+)
 def test_what_is_no_address(tmp_path: Path, address: str) -> None:
     with pytest.raises(ConfigError, match="is no address to listen on: HOST:PORT"):
         load_config(write(tmp_path, f'bundle = "a"\n[http]\nlisten = ["{address}"]\n'), {})
@@ -66,6 +68,9 @@ def test_several_models(tmp_path: Path) -> None:
         ('[[models]]\nbundle = "a"\npriority = 0', "Expected `int` >= 1"),
         ('bundle = "a"\n[[models]]\nbundle = "b"', "both bundle and"),
         ('bundle = "a"\n[repository]\ncontrl = true', "did you mean 'control'"),
+        ('bundle = "a"\n[tls]\ncertificate = "a.pem"', "TLS needs both certificate and key"),
+        ('bundle = "a"\n[tls]\nclient_ca = "a.pem"', "client_ca is for TLS"),
+        ('bundle = "a"\n[tls]\ncertificate = "a"\nkey = "b"\ncrl = "c"', "certificates of clients need client_ca"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -81,6 +86,14 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'bundle = "\xff"')
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_config(tmp_path / "latin.toml", {})
+
+
+def test_an_address_of_tls_needs_a_certificate(tmp_path: Path) -> None:
+    listen = 'bundle = "a"\n[http]\nlisten = ["https://127.0.0.1:1"]\n'
+    with pytest.raises(ConfigError, match=r"https://127\.0\.0\.1:1 needs a certificate"):
+        load_config(write(tmp_path, listen), {})
+    path = write(tmp_path, listen + '[tls]\ncertificate = "a.pem"\nkey = "a.key"\n')
+    assert load_config(path, {}).http.addresses[0] == Tcp("127.0.0.1", 1, "https")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "board.local"])  # noqa: S104

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ COMMAND = (sys.executable, "-m", "agent")
 
 @dataclass
 class Agent:
-    """A `tightfit-agent serve` that is ready. `headers` go with every request for tensors."""
+    """A `tightfit-agent serve` that is ready. `headers` go with every request for tensors, which over TLS has `tls`."""
 
     process: subprocess.Popen[str]
     name: str
@@ -33,10 +34,11 @@ class Agent:
     urls: tuple[str, ...] = ()
     """Of all addresses, a Unix socket as `unix:PATH`; `url` is the first."""
     headers: dict[str, str] = field(default_factory=dict)
+    tls: ssl.SSLContext | None = None
 
     @property
     def address(self) -> str:
-        return self.url.removeprefix("http://")
+        return self.url.partition("://")[2]
 
     @property
     def port(self) -> int:
@@ -81,7 +83,7 @@ class Agent:
     ) -> tuple[int, bytes, dict[str, str]]:
         request = urllib.request.Request(self.url + path, data, headers or {}, method=method)  # noqa: S310
         try:
-            with urllib.request.urlopen(request, timeout=120) as response:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=120, context=self.tls) as response:  # noqa: S310
                 return response.status, response.read(), dict(response.headers)
         except urllib.error.HTTPError as error:
             with error:

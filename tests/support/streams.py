@@ -27,6 +27,8 @@ class Exchange:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
         self.socket.settimeout(60)
         self.socket.connect(("127.0.0.1", agent.port))
+        if agent.tls is not None:
+            self.socket = agent.tls.wrap_socket(self.socket, server_hostname="localhost")
         fields = {"Host": "localhost", **(headers or {})}
         if content_type:
             fields |= {"Content-Type": content_type, "Transfer-Encoding": "chunked"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -50,11 +51,13 @@ class Answer:
 
 
 class Wire:
-    """A connection."""
+    """A connection, of TLS where there is a context for it."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), 60)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_hostname="localhost")
         self._data = b""
 
     def send(self, data: bytes) -> None:
@@ -98,8 +101,8 @@ class Wire:
 
 
 @contextlib.contextmanager
-def wire(port: int) -> Iterator[Wire]:
-    connection = Wire(port)
+def wire(port: int, tls: ssl.SSLContext | None = None) -> Iterator[Wire]:
+    connection = Wire(port, tls)
     try:
         yield connection
     finally:

@@ -30,7 +30,7 @@ from agent.http.bodies import DROPPED_BYTES, too_slow
 from agent.http.lane.heads import Head, Sign
 from agent.http.lane.ways import Asked, Way, answer
 from agent.http.protocol import LINGER_S, READ_BYTES
-from agent.http.sockets import waited_s
+from agent.http.sockets import is_secure, waited_s
 from agent.repository import no_version
 from agent.served import Entry
 
@@ -122,8 +122,8 @@ class Connection(asyncio.Protocol):
                 self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """Whether the transport stays open."""
-        self._ended = self._done_sending()
+        """Whether the transport stays open. Over TLS it never does: whoever ends that has left."""
+        self._ended = not is_secure(self._transport) and self._done_sending()
         return self._ended
 
     def _done_sending(self) -> bool:

@@ -112,3 +112,12 @@ def test_a_port_that_is_taken() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(AgentError, match=f"cannot listen on 127.0.0.1:{port}: Address"), listening(Http(port=port)):
             pass
+
+
+def test_tls_is_spoken_where_nothing_else_is_said() -> None:
+    listen = ("127.0.0.1:0", "http://127.0.0.1:0", "https://127.0.0.1:0")
+    for tls, secure in ((True, [True, False, True]), (False, [False, False, True])):
+        with listening(Http(listen=listen), tls) as listeners:
+            assert [listener.secure for listener in listeners] == secure
+            schemes = [url_of(listener).partition(":")[0] for listener in listeners]
+            assert schemes == ["https" if each else "http" for each in secure]
