@@ -6,18 +6,20 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import importlib
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
 from agent import finalise, log, systemd
 from agent.access.access import Access
-from agent.config import Config, ModelOptions
+from agent.config import Config, ModelOptions, Tracing
+from agent.errors import AgentError
 from agent.gateway import Gateway
 from agent.http.ensembles import check_ensembles
 from agent.http.protocol import listen, runner_of
@@ -29,6 +31,9 @@ from agent.reload import Reloads, Source
 from agent.repository import Repository
 from agent.telemetry import Telemetry
 from targets.bundle import Residency
+
+if TYPE_CHECKING:
+    from agent.tracing import Tracer
 
 # After the drain every answer is written; this is for the last of them to leave the socket.
 _FLUSH_S = 2.0
@@ -56,12 +61,30 @@ def serve(config: Config, source: Source, announce: Announce) -> None:
         # Until there is something to reload, which would else be the end of the process.
         signal.signal(number, signal.SIG_IGN)
     access = Access(config)
+    tracer = _tracer(config.tracing)
     budget = machine_budget(config.memory.os_reserve_mib)
     models = [(options, _open(config, budget, options, config.engine.finalise_on_start)) for options in config.served]
     # How long a thread that computes in Python (one verifies bundles, two parse JSON) may keep the interpreter from the
     # loop, each time that the loop wakes; a request wakes it several times.
     sys.setswitchinterval(SWITCH_S)
-    uvloop.run(_serve(config, source, access, budget, models, announce))
+    uvloop.run(_serve(config, source, access, tracer, budget, models, announce))
+    if tracer is not None:
+        tracer.close()
+
+
+def _tracer(options: Tracing) -> Tracer | None:
+    """What makes spans, if something is to. Raises AgentError where its library is not there."""
+    if not options.endpoint:
+        return None
+    try:
+        tracing = importlib.import_module("agent.tracing")
+    except ModuleNotFoundError as error:
+        raise AgentError(
+            f"[tracing] has an endpoint, but {error.name} is not installed",
+            "pip install 'tightfit[otel]', or leave the endpoint out",
+        ) from None
+    tracer: Tracer = tracing.to_collector(options, version())
+    return tracer
 
 
 def _open(config: Config, budget: int, options: ModelOptions, may_finalise: bool) -> Model:
@@ -98,8 +121,8 @@ def _laid_out(config: Config, model: Model, may_finalise: bool) -> Path:
 
 
 async def _serve(
-    config: Config, source: Source, access: Access, budget: int, models: Sequence[tuple[ModelOptions, Model]],
-    announce: Announce,
+    config: Config, source: Source, access: Access, tracer: Tracer | None, budget: int,
+    models: Sequence[tuple[ModelOptions, Model]], announce: Announce,
 ) -> None:  # fmt: skip
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -108,7 +131,7 @@ async def _serve(
     telemetry = Telemetry()
     telemetry.built(version())
     telemetry.watch_one("tightfit_budget_bytes", "What the agent may use of this machine's memory.", lambda: budget)
-    gateway = Gateway(config, telemetry)
+    gateway = Gateway(config, telemetry, tracer=tracer)
     # What is loaded later is laid out before, with `tightfit-agent finalise`: that may take longer than anyone waits.
     repository = Repository(config, gateway, budget, lambda options: _open(config, budget, options, may_finalise=False))
     reloads = Reloads(config, source, access, repository)

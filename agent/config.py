@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -285,6 +286,26 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests: Literal["failures", "all", "none"] = "failures"
 
 
+class Tracing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Spans of requests, for an OpenTelemetry collector (docs/observability.md; needs the extra `otel`).
+
+    They are sent to `endpoint` over OTLP/HTTP: "http://127.0.0.1:4318/v1/traces"; empty: nowhere. A request has spans
+    where its `traceparent` says that its trace is kept; of those without one, a part of `ratio`. At most `queue_length`
+    spans wait to be sent, more are dropped: each is about 2 KiB.
+    """
+
+    endpoint: str = ""
+    ratio: Annotated[float, Meta(ge=0, le=1)] = 0.01
+    queue_length: Annotated[int, Meta(ge=16, le=1 << 16)] = 2048
+
+    def __post_init__(self) -> None:
+        url = urlsplit(self.endpoint)
+        if self.endpoint and not (url.scheme in ("http", "https") and url.hostname):
+            raise ValueError(f"endpoint {self.endpoint!r} is no URL of a collector: http://HOST:4318/v1/traces")
+        if url.username is not None:
+            raise ValueError("endpoint holds a name or a password: give them as OTEL_EXPORTER_OTLP_HEADERS")
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All of it. `bundle` is the folder to serve where it is one; several stand under `models`."""
 
@@ -301,6 +322,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: EngineOptions = EngineOptions()
     memory: Memory = Memory()
     log: Log = Log()
+    tracing: Tracing = Tracing()
 
     @property
     def served(self) -> tuple[ModelOptions, ...]:
@@ -392,6 +414,7 @@ SECTIONS: dict[str, Any] = {
     "engine": EngineOptions,
     "memory": Memory,
     "log": Log,
+    "tracing": Tracing,
 }
 
 

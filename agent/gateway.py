@@ -21,6 +21,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -42,11 +43,16 @@ from agent.served import Entry, Served
 from agent.statistics import Ledger, Statistics
 from agent.telemetry import Telemetry
 
+if TYPE_CHECKING:
+    from agent.tracing import Tracer
+
 
 class Gateway:
     """Takes calls, and runs them on the engines that are attached to it."""
 
-    def __init__(self, config: Config, telemetry: Telemetry, governor: Governor = no_governor) -> None:
+    def __init__(
+        self, config: Config, telemetry: Telemetry, governor: Governor = no_governor, tracer: Tracer | None = None
+    ) -> None:
         self.telemetry = telemetry
         self.journal = Journal(time.monotonic)
         self.overload = Overload(config.degradation, telemetry, self._fullest, governor, self._degraded)
@@ -62,7 +68,8 @@ class Gateway:
         self._config = config
         self._log = log.get("gateway")
         self._request_log = RequestLog(config.log)
-        self._tells_all = self._request_log.takes_answered
+        self._tracer = tracer
+        self._tells_all = self._request_log.takes_answered or tracer is not None
         """Whether more is said of a request that was answered than what is counted."""
         self._loop = asyncio.get_running_loop()
         self._served: dict[str, Served] = {}
@@ -378,6 +385,8 @@ class Gateway:
         if call.id in self._running:
             call.began, call.batch = call.began or self._began, self._batch
         self._request_log.settled(call, reason, message)
+        if self._tracer is not None:
+            self._tracer.settled(call, reason, self._request_log.id_of(call))
 
     def withdraw(self, call: Call) -> None:
         """The end of a call whose request begins anew, as another one: nothing of it is counted."""

@@ -23,7 +23,7 @@ from targets.errors import did_you_mean
 _MOST_BYTES = 64 << 10
 _BODY_S = 10.0
 _LEVELS = ("error", "warning", "info", "debug")
-# Nothing is traced here; a traceparent is echoed and logged.
+# Nothing is traced as Triton does it: spans are configured under [tracing], and a traceparent is echoed and logged.
 _TRACE = {
     "trace_level": ["OFF"], "trace_rate": "1000", "trace_count": "-1", "log_frequency": "0", "trace_file": "",
     "trace_mode": "triton",

@@ -172,3 +172,20 @@ def test_nan_is_never_written_as_json(tmp_path: Path) -> None:
         status, text, headers = agent.post({**body, "parameters": {"binary_data_output": True}})
         assert status == 200
         assert len(text) == int(headers["Inference-Header-Content-Length"]) + 32
+
+
+def test_spans_without_their_library(tmp_path: Path) -> None:
+    (tmp_path / "opentelemetry").mkdir()
+    (tmp_path / "opentelemetry" / "__init__.py").write_text(
+        "raise ModuleNotFoundError('none', name='opentelemetry')\n", encoding="utf-8"
+    )
+    config = tmp_path / "agent.toml"
+    config.write_text('[tracing]\nendpoint = "http://127.0.0.1:9/v1/traces"\n', encoding="utf-8")
+    bundle = bundles.add(tmp_path / "add.tfb")
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    code, _, said = run_agent("serve", "--bundle", str(bundle), "--config", str(config), env={"PYTHONPATH": path})
+    assert (code, said) == (
+        2,
+        "tightfit-agent: error: [tracing] has an endpoint, but opentelemetry is not installed "
+        "(pip install 'tightfit[otel]', or leave the endpoint out)\n",
+    )
