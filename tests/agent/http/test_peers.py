@@ -7,8 +7,6 @@ what either could do is asked of both.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from targets.tensor import DType
-from tests.support import bundles
+from tests.support import agents, bundles
 from tests.support.agents import Agent, serving, until
 from tests.support.peers import Answer, Peer
 
@@ -34,6 +32,9 @@ BIG = (256, 1024)
 SETTINGS = """
 [requests]
 queue_length = 2
+timeout_s = 120
+[engine]
+hang_s = 120
 [streams]
 heartbeat_s = 0.5
 """
@@ -98,13 +99,10 @@ def assert_sum(answer: Answer, value: float = 1.0) -> None:
 @contextmanager
 def stopped(agent: Agent) -> Iterator[None]:
     """The engines stand still meanwhile."""
-    for pid in agent.engine_pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for pid in agent.engine_pids:
-            os.kill(pid, signal.SIGCONT)
+            stack.enter_context(agents.stopped(pid))
+        yield
 
 
 def running(agent: Agent, count: int) -> None:
@@ -414,12 +412,11 @@ def test_fin_behind_the_last_request_is_the_end_of_what_is_sent(
 
 
 def test_fin_behind_a_request_of_http_1_0(agent: Agent) -> None:
-    with peer(agent) as client, stopped(agent):
-        client.send(asks(version="1.0"))
-        running(agent, 1)
-        client.fin()
-        for pid in agent.engine_pids:
-            os.kill(pid, signal.SIGCONT)
+    with peer(agent) as client:
+        with stopped(agent):
+            client.send(asks(version="1.0"))
+            running(agent, 1)
+            client.fin()
         assert_sum(client.answer())
         assert client.ended()
 
@@ -491,16 +488,15 @@ def stream_head(*fields: str) -> bytes:
 def test_fin_behind_a_stream_that_says_so_is_the_end_of_what_is_sent(agent: Agent) -> None:
     lines = b"".join(body_of(str(at), at) + b"\n" for at in range(20))
     for fin_while in ("nothing is answered", "the rest is not read"):
-        with peer(agent) as client, stopped(agent):
-            client.send(stream_head(CLOSE) + b"".join([*chunked(lines, 1000), b"0\r\n\r\n"]))
-            if fin_while == "nothing is answered":
-                client.fin()
-                running(agent, 2)
-            else:
-                running(agent, 2)
-                client.fin()
-            for pid in agent.engine_pids:
-                os.kill(pid, signal.SIGCONT)
+        with peer(agent) as client:
+            with stopped(agent):
+                client.send(stream_head(CLOSE) + b"".join([*chunked(lines, 1000), b"0\r\n\r\n"]))
+                if fin_while == "nothing is answered":
+                    client.fin()
+                    running(agent, 2)
+                else:
+                    running(agent, 2)
+                    client.fin()
             answer = client.answer()
             assert client.ended()
         records = [json.loads(line) for line in answer.body.splitlines() if line.strip()]
