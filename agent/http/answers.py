@@ -42,6 +42,9 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     if EXPECTATION in request:
         # Whoever waits to be told to send a body may send it now, or another request: nobody knows which.
         response.force_close()
+    if request.content.exception() is not None:
+        # Nobody knows where the next request begins.
+        response.force_close()
     if request.method in ("GET", "HEAD"):
         # What is ready, loaded or counted now is not what a cache may answer later. Nobody keeps answers to POST.
         response.headers.setdefault("Cache-Control", "no-store")

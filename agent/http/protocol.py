@@ -9,15 +9,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-from aiohttp import HttpVersion11, StreamReader, web
+from aiohttp import HttpVersion10, HttpVersion11, StreamReader, hdrs, web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
-from aiohttp.web_protocol import RequestPayloadError
+from aiohttp.streams import EMPTY_PAYLOAD
+from aiohttp.web_protocol import RequestPayloadError, _ErrInfo
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from agent import log
 from agent.access.access import Access
 from agent.config import Config, Http
+from agent.errors import Reason, RefusedError
 from agent.http.bodies import EXPECTATION
 from agent.http.handshakes import Handshakes
 from agent.http.sockets import Listener, is_secure
@@ -45,6 +47,9 @@ class Protocol(web.RequestHandler):
 
     It forgets the requests that came together with what is none: here they are answered first. And of two requests that
     come together it may leave the second until more comes.
+
+    Of a body whose chunks are broken it waits for the rest, with whatever the request holds. It answers what is not
+    HTTP/1, and takes what follows a CONNECT that it refuses for no request.
 
     It answers `Expect: 100-continue` before anybody looked at the request: here `bodies.go_on` does, which is called
     when the body is taken.
@@ -84,11 +89,44 @@ class Protocol(web.RequestHandler):
         while True:
             super().data_received(data)
             if self._messages:
+                self._end_a_broken_body()
+            if self._messages:
+                self._refuse_what_is_no_http_1()
                 self._last = self._messages[-1]
             if self._holds_back() or (not data and count == self._request_count):
                 return
             # The parser stopped behind a request. There may be another.
             count, data = self._request_count, b""
+
+    def _end_a_broken_body(self) -> None:
+        """Of a body whose chunks are none, aiohttp waits for the rest, and takes the error for that of a next request.
+        Here the body fails with it, and nothing more is read."""
+        error, _ = self._messages[-1]
+        if self._last is None or self._last[1].is_eof() or isinstance(error, RawRequestMessage):
+            return
+        message, body = self._last
+        self._messages.pop()
+        why = error.message.strip().splitlines()[0]
+        body.set_exception(RefusedError(Reason.BAD_REQUEST, f"the chunks of the body are not valid: {why}"))
+        body.feed_eof()
+        if self._messages:
+            self._messages[-1] = (message._replace(should_close=True), body)
+        else:
+            self.close()
+
+    def _refuse_what_is_no_http_1(self) -> None:
+        """aiohttp answers HTTP/0.9 and HTTP/2.0 in their own name, and takes what follows a CONNECT for a tunnel
+        though it refuses it: the next request would be read out of its body."""
+        message, _ = self._messages[-1]
+        if not isinstance(message, RawRequestMessage):
+            return
+        if message.version not in (HttpVersion10, HttpVersion11):
+            text = f"HTTP/{message.version.major}.{message.version.minor} is not spoken here: HTTP/1.1 and HTTP/1.0 are"
+        elif message.method == hdrs.METH_CONNECT:
+            text = "CONNECT: this is no proxy"
+        else:
+            return
+        self._messages[-1] = (_ErrInfo(400, BadHttpMessage(text), text), EMPTY_PAYLOAD)
 
     def _holds_back(self) -> bool:
         """Whether no more requests are wanted now, or can come."""
