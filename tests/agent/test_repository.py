@@ -22,7 +22,7 @@ from agent.memory import mem_total_bytes
 from targets.bundle import read_manifest
 from targets.tensor import DType
 from tests.support import bundles
-from tests.support.agents import Agent, run_agent, serving
+from tests.support.agents import Agent, run_agent, serving, stopped
 from tests.support.bundles import MIB, rewrite
 
 CONTROL = "[repository]\ncontrol = true\n"
@@ -84,7 +84,7 @@ def change(agent: Agent, name: str, what: str, **parameters: str) -> tuple[int, 
 
 
 def until(condition: Callable[[], bool], what: str = "") -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, what
         time.sleep(0.01)
@@ -186,7 +186,7 @@ def test_one_engine_that_dies_leaves_the_others_alone(tmp_path: Path) -> None:
         (entry,) = (each for each in index(agent) if each["name"] == "copy")
         assert (entry["state"], "killed by SIGKILL" in entry["reason"]) == ("UNAVAILABLE", True)
         os.kill(agent.engine_pids[0], signal.SIGKILL)
-        assert agent.process.wait(20) == 1
+        assert agent.process.wait(60) == 1
 
 
 def test_models_that_do_not_fit_together(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_reload_loses_nothing(tmp_path: Path, room: int, how: str, reloads: in
     place.symlink_to(versions[0])
     config = configured(tmp_path, place, more=room_for(room) if room else "")
     with serving(None, tmp_path / "log", "--config", str(config)) as agent:
-        held, answers = [], Counter[str]()
+        answers = Counter[str]()
         for part in (range(1, 3), range(3, reloads + 1)):
             with clients(agent) as answered:
                 for number in part:
@@ -217,13 +217,17 @@ def test_a_reload_loses_nothing(tmp_path: Path, room: int, how: str, reloads: in
                     reload_(agent)
                     assert index(agent)[0]["version"] == version_of(versions[number % 2])
             answers += answered
-            held.append(held_by(agent))
+            if part.start == 1:
+                memory_then, descriptors_then = held_by(agent)
         assert set(answers) == set(map(version_of, versions)), answers
         assert agent.log.count(f'"{how}"') == reloads
         assert len(agent.engine_pids) == 1
-        (memory_then, descriptors_then), (memory, descriptors) = held
-        assert memory <= 1.05 * memory_then
-        assert descriptors <= descriptors_then + 2  # one that is being closed
+
+        def came_back() -> bool:
+            memory, descriptors = held_by(agent)
+            return memory <= 1.05 * memory_then and descriptors <= descriptors_then + 2  # one that is being closed
+
+        until(came_back, "what the first reloads left does not suffice for the others")
         assert agent.metric("tightfit_requests_total") == agent.metric("tightfit_requests_total", reason="ok")
         assert agent.metric("tightfit_requests_total") == answers.total()
         assert agent.stop() == 0
@@ -304,7 +308,7 @@ def test_the_service_manager_hears_of_a_reload(tmp_path: Path) -> None:
     bundle = variant(tmp_path / "add.tfb", 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(20)
+        manager.settimeout(60)
         with serving(bundle, tmp_path / "log", env={"NOTIFY_SOCKET": str(tmp_path / "notify")}) as agent:
             assert manager.recv(64) == b"READY=1"
             before = time.monotonic_ns() // 1000
@@ -412,20 +416,21 @@ def test_bodies_that_are_none(controlled: Agent, body: bytes) -> None:
 def test_unloading_answers_what_was_accepted(tmp_path: Path) -> None:
     """Whoever waits at the door is accepted too; who comes later is told."""
     slow = bundles.slow(tmp_path / "slow.tfb", slots=1)
-    config = configured(tmp_path, slow, more=CONTROL)
+    config = configured(tmp_path, slow, more=f"{CONTROL}[engine]\nhang_s = 120\n")
     body = {
         "inputs": [
             {"name": "x", "datatype": "FP32", "shape": [4], "data": [1, 2, 3, 4]},
-            {"name": "turns", "datatype": "INT64", "shape": [1], "data": [200_000]},
+            {"name": "turns", "datatype": "INT64", "shape": [1], "data": [1]},
         ]
     }
     with serving(None, tmp_path / "log", "--config", str(config)) as agent, ThreadPoolExecutor(8) as threads:
-        answers = [threads.submit(agent.post, body) for _ in range(4)]
-        until(lambda: agent.metric("tightfit_door_depth") == 3)
-        unloaded = threads.submit(change, agent, "slow", "unload")
-        until(lambda: index(agent)[0]["state"] == "UNLOADING")
-        status, text, _ = agent.post(body)
-        assert (status, "is being unloaded" in json.loads(text)["error"]) == (503, True)
+        with stopped(agent.engine_pid):
+            answers = [threads.submit(agent.post, body) for _ in range(4)]
+            until(lambda: agent.metric("tightfit_door_depth") == 3)
+            unloaded = threads.submit(change, agent, "slow", "unload")
+            until(lambda: index(agent)[0]["state"] == "UNLOADING")
+            status, text, _ = agent.post(body)
+            assert (status, "is being unloaded" in json.loads(text)["error"]) == (503, True)
         assert [answer.result()[0] for answer in answers] == [200] * 4
         assert unloaded.result() == (200, "")
         assert agent.engine_pids == []
@@ -438,22 +443,26 @@ def test_a_stop_in_the_middle_of_a_reload(tmp_path: Path) -> None:
     rewrite(versions[1], read_manifest(versions[1]), name="slow", options={"variant": "1"})
     place = tmp_path / "served.tfb"
     put_in_place(versions[0], place)
-    config = configured(tmp_path, place, more=room_for(ROOM_FOR_ONE))
+    patience = "[requests]\ntimeout_s = 120\ndrain_s = 120\n[engine]\nhang_s = 120\n"
+    config = configured(tmp_path, place, more=room_for(ROOM_FOR_ONE) + patience)
     body = {
         "inputs": [
             {"name": "x", "datatype": "FP32", "shape": [4], "data": [1, 2, 3, 4]},
-            {"name": "turns", "datatype": "INT64", "shape": [1], "data": [300_000]},
+            {"name": "turns", "datatype": "INT64", "shape": [1], "data": [1]},
         ]
     }
     with serving(None, tmp_path / "log", "--config", str(config)) as agent, ThreadPoolExecutor(3) as threads:
         (pid,) = agent.engine_pids
-        answers = [threads.submit(agent.post, body) for _ in range(3)]
-        until(lambda: agent.metric("tightfit_door_depth") == 2)
-        put_in_place(versions[1], place)
-        agent.process.send_signal(signal.SIGHUP)
-        until(lambda: index(agent)[0]["state"] == "LOADING")
-        # One is in the old version, which ends with it; two wait for the new one.
-        assert agent.stop() == 0
+        with stopped(pid):
+            answers = [threads.submit(agent.post, body) for _ in range(3)]
+            until(lambda: agent.metric("tightfit_door_depth") == 2)
+            put_in_place(versions[1], place)
+            agent.process.send_signal(signal.SIGHUP)
+            until(lambda: index(agent)[0]["state"] == "LOADING")
+            # One is in the old version, which ends with it; two wait for the new one.
+            agent.process.terminate()
+            until(lambda: "stopping" in agent.log, agent.log)
+        assert agent.process.wait(60) == 0
         answered = [answer.result() for answer in answers]
         assert [status for status, _, _ in answered] == [200] * 3
         assert {json.loads(text)["model_version"] for _, text, _ in answered} == set(map(version_of, versions))

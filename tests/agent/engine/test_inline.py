@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -60,13 +59,14 @@ def test_the_gateway_answers_while_the_engine_computes(tmp_path: Path) -> None:
     with serving(bundles.slow(tmp_path / "slow.tfb"), tmp_path / "log", "--config", str(config)) as agent:
         inputs = [
             {"name": "x", "datatype": "FP32", "shape": [4], "data": [1, 2, 3, 4]},
-            {"name": "turns", "datatype": "INT64", "shape": [1], "data": [200_000]},
+            {"name": "turns", "datatype": "INT64", "shape": [1], "data": [10_000_000]},
         ]
         with ThreadPoolExecutor(1) as threads:
             answer = threads.submit(agent.post, {"inputs": inputs})
-            end = time.monotonic() + 20
             while agent.metric("tightfit_running") != 1:
-                assert time.monotonic() < end
+                if answer.done():
+                    # It was over before anybody looked.
+                    answer = threads.submit(agent.post, {"inputs": inputs})
             assert agent.request("/v2/health/live")[0] == 200
             assert answer.result()[0] == 200
 

@@ -200,7 +200,7 @@ def test_a_deadline_that_cannot_be_met(agent: Agent) -> None:
 def open_stream(agent: Agent, text: str, path: str = "generate_stream", **parameters: Any) -> Iterator[Any]:
     """A client that has asked what the model says that goes on forever; it goes when the block ends."""
     body = json.dumps({"text_input": text, "parameters": {"temperature": 0, **parameters}})
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", agent.port, timeout=30)) as connection:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", agent.port, timeout=120)) as connection:
         connection.request("POST", f"/v2/models/forever/{path}", body)
         if path == "generate":
             yield None
@@ -244,7 +244,7 @@ def test_what_ends_a_text_before_it_is_done(tmp_path: Path) -> None:
             assert stream.readline().startswith(b"data: ")
             agent.process.send_signal(signal.SIGTERM)
             assert last_error(stream) == "the agent stopped before it was done"
-        assert agent.process.wait(30) == 0
+        assert agent.process.wait(60) == 0
     assert "Traceback" not in agent.log
 
 
