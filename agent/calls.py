@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 REQUEST_ID, TRACE_PARENT = "X-Request-Id", "traceparent"
 """Headers by which a client names a request, and its place in a trace (W3C Trace Context, section 3.2)."""
+
+# Of this run of the agent: after a start numbers begin again.
+_EPOCH = secrets.token_hex(4)
 
 Hear = Callable[[Any, RefusedError | None], None]
 """Takes what a call is answered with, or why it is refused."""
@@ -98,6 +102,16 @@ class Call:
         """Whether somebody keeps the trace: its last field is a byte of flags, whose lowest bit says so."""
         parent = self.echo.get(TRACE_PARENT, "")
         return parent != "" and int(parent[53:55], 16) & 1 == 1
+
+    @property
+    def request_id(self) -> str:
+        """What it is called in logs and traces: as its client has it, else a name that no other request has."""
+        return self.echo.get(REQUEST_ID) or f"{_EPOCH}-{self.id}"
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """By which lines of the log that are of it are found."""
+        return {"request_id": self.request_id} | ({"trace_id": self.trace_id} if self.trace_id else {})
 
     def goes_by(self, others: Collection[Call]) -> None:
         """Take the times of calls side by side that it is put together of: at each stage those of the last."""

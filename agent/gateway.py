@@ -386,7 +386,7 @@ class Gateway:
             call.began, call.batch = call.began or self._began, self._batch
         self._request_log.settled(call, reason, message)
         if self._tracer is not None:
-            self._tracer.settled(call, reason, self._request_log.id_of(call))
+            self._tracer.settled(call, reason)
 
     def withdraw(self, call: Call) -> None:
         """The end of a call whose request begins anew, as another one: nothing of it is counted."""

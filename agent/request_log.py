@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
 import time
 from typing import Any, Literal
 
 from agent import log
-from agent.calls import REQUEST_ID, Call
+from agent.calls import Call
 from agent.config import Log
 from agent.errors import TABLE, Reason
 
@@ -60,17 +59,11 @@ class RequestLog:
         self._log = log.get("gateway")
         self._sparing = Sparing()
         self._timer: asyncio.TimerHandle | None = None
-        # Of this run of the agent; those of the next one are others.
-        self._epoch = secrets.token_hex(4)
 
     @property
     def takes_answered(self) -> bool:
         """Whether requests that are answered leave a line too."""
         return self._wanted == "all"
-
-    def id_of(self, call: Call) -> str:
-        """What the request is called in logs and traces: as its client has it, else a name that no other has."""
-        return call.echo.get(REQUEST_ID) or f"{self._epoch}-{call.id}"
 
     def settled(self, call: Call, reason: Reason, message: str) -> None:
         """One request has ended, and still has its slot."""
@@ -83,7 +76,7 @@ class RequestLog:
             return
         status = TABLE[reason].status
         write = self._log.warning if reason in _FAULTS else self._log.info
-        write("request", request_id=self.id_of(call), **_fields(call, reason, now), **self._said(status, message))
+        write("request", **call.ids, **_fields(call, reason, now), **self._said(status, message))
 
     def close(self) -> None:
         """Say what is left to say."""
@@ -102,10 +95,9 @@ class RequestLog:
 
 
 def _fields(call: Call, reason: Reason, now: float) -> dict[str, Any]:
-    """All but the request's name; what is not known of it is not there."""
+    """All but its ids; what is not known of it is not there."""
     served = call.served or (call.entry.active if call.entry else None)
     fields = {
-        "trace_id": call.trace_id,
         "model": call.entry.name if call.entry else call.name,
         "version": served.version if served else "",
         "latency_ms": _ms(now - call.arrived),

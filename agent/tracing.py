@@ -50,7 +50,7 @@ class Tracer:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("tightfit", version)
 
-    def settled(self, call: Call, reason: Reason, request_id: str) -> None:
+    def settled(self, call: Call, reason: Reason) -> None:
         """One request has ended."""
         above = _parent_of(call)
         if above is None:
@@ -65,7 +65,7 @@ class Tracer:
             f"infer {model}".rstrip(),
             above,
             trace.SpanKind.SERVER,
-            attributes=_attributes(call, reason, request_id, model),
+            attributes=_attributes(call, reason, model),
             start_time=epoch_ns + round(call.arrived * _NS),
         )
         below = trace.set_span_in_context(span, Context())
@@ -119,11 +119,11 @@ def _parent_of(call: Call) -> Context | None:
     return trace.set_span_in_context(trace.NonRecordingSpan(parent), Context())
 
 
-def _attributes(call: Call, reason: Reason, request_id: str, model: str) -> dict[str, str | int | bool]:
+def _attributes(call: Call, reason: Reason, model: str) -> dict[str, str | int | bool]:
     found: dict[str, str | int | bool | None] = {
         "http.response.status_code": TABLE[reason].status,
         "client.address": call.client or None,
-        "tightfit.request_id": request_id,
+        "tightfit.request_id": call.request_id,
         "tightfit.model": model or None,
         "tightfit.version": call.served.version if call.served else None,
         "tightfit.reason": reason.value,

@@ -191,7 +191,7 @@ class V2:
         except Exception as error:  # noqa: BLE001 - answered, and logged where it is ours; the server goes on
             reason, message = judged(error)
             if reason is Reason.FAULT:
-                self._log.exception("infer failed", id=call.id, **call.echo)
+                self._log.exception("infer failed", **call.ids)
         finally:
             self._gateway.settle(call, reason, message)
         return refusal(reason, message, unread=_much_is_unread(request))

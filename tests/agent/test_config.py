@@ -60,6 +60,13 @@ def test_several_models(tmp_path: Path) -> None:
         ('bundle = "a"\nhttp = 3', "Expected `object`"),
         ('bundle = "a"\n[requests]\ntimeout_s = 0', "timeout_s"),
         ('bundle = "a"\n[log]\nlevel = "loud"', "Invalid enum value 'loud'"),
+        ('bundle = "a"\n[log]\nrequests = "some"', "Invalid enum value 'some'"),
+        (
+            'bundle = "a"\n[tracing]\nendpoint = "board:4318"',
+            "'board:4318' is no URL of a collector: http://HOST:4318/",
+        ),
+        ('bundle = "a"\n[tracing]\nendpoint = "http://me:secret@h"', "give them as OTEL_EXPORTER_OTLP_HEADERS"),
+        ('bundle = "a"\n[tracing]\nratio = 1.5', "Expected `float` <= 1.0"),
         ('bundle = "a', "not valid TOML"),
         ("", "no bundle to serve"),
         ('[[models]]\nbundle = "a"\n[[models]]\nbundel = "b"', "unknown field `bundel`.*did you mean 'bundle'"),

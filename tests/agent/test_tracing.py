@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.calls import TRACE_PARENT, Call
+from agent.calls import REQUEST_ID, TRACE_PARENT, Call
 from agent.errors import TABLE, Reason
 from tests.support import bundles
-from tests.support.agents import Agent, serving, until
+from tests.support.agents import ROOT, Agent, serving, until
 from tests.support.wire import LANES
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
@@ -48,7 +50,8 @@ class Traced:
 
 def call(flags: str | None = "01", **fields: Any) -> Call:
     made = Call(1, 10.0, 99.0, "client", 64, name="m")
-    made.echo = {} if flags is None else {TRACE_PARENT: f"00-{TRACE}-{SPAN}-{flags}"}
+    parent = {} if flags is None else {TRACE_PARENT: f"00-{TRACE}-{SPAN}-{flags}"}
+    made.echo = {REQUEST_ID: "wiper-7", **parent}
     for name, value in fields.items():
         setattr(made, name, value)
     return made
@@ -56,7 +59,7 @@ def call(flags: str | None = "01", **fields: Any) -> Call:
 
 def test_stages_are_below_the_request_and_that_is_below_the_clients_span() -> None:
     traced = Traced()
-    traced.tracer.settled(call(**TIMES), Reason.OK, "wiper-7")
+    traced.tracer.settled(call(**TIMES), Reason.OK)
     *parts, request = traced.spans
     assert [each.name for each in parts] == STAGES
     assert {each.parent.span_id for each in parts if each.parent} == {request.context.span_id}
@@ -89,7 +92,7 @@ def test_a_request_ends_in_the_stage_that_it_has_reached(reached: int, more: flo
 @pytest.mark.parametrize("reason", Reason)
 def test_what_the_server_did_wrong_is_an_error(reason: Reason) -> None:
     traced = Traced()
-    traced.tracer.settled(call(), reason, "1")
+    traced.tracer.settled(call(), reason)
     request = traced.spans[-1]
     failed = TABLE[reason].status >= 500
     assert request.status.is_ok is not failed
@@ -111,7 +114,7 @@ def test_the_client_decides_and_the_ratio_where_it_says_nothing(
     flags: str | None, ratio: float, expected: bool
 ) -> None:
     traced = Traced(ratio)
-    traced.tracer.settled(call(flags), Reason.OK, "1")
+    traced.tracer.settled(call(flags), Reason.OK)
     assert bool(traced.spans) is expected
     if expected:
         assert (traced.spans[-1].parent is None) is (flags is None)
@@ -247,3 +250,8 @@ def test_nobody_there_does_not_hold_up_a_stop(tmp_path: Path) -> None:
         assert ask(agent, "lost") == 200
         assert agent.stop() == 0
         assert "Traceback" not in agent.log
+
+
+def test_nothing_of_it_is_imported_where_nobody_traces() -> None:
+    program = "import agent.__main__, agent.app, sys; sys.exit(any('opentelemetry' in name for name in sys.modules))"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -342,7 +342,7 @@ class Connection(asyncio.Protocol):
         self._parts = []
         reason, message = judged(error)
         if reason is Reason.FAULT:
-            log.get("http").exception("infer failed", id=call.id, **call.echo, exc_info=error)
+            log.get("http").exception("infer failed", **call.ids, exc_info=error)
         self._call = None
         self._gateway.settle(call, reason, message)
         response = refusal(reason, message, unread=self._left > 0 and head.length > DROPPED_BYTES)
