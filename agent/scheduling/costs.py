@@ -42,11 +42,12 @@ Points = Sequence[tuple[int, float]]
 
 
 class _Size:
-    """The last runs of one key and number of rows."""
+    """The last runs of one key and number of rows, of which `guess` was said before."""
 
-    __slots__ = ("number", "runs", "typical")
+    __slots__ = ("guess", "number", "runs", "typical")
 
-    def __init__(self) -> None:
+    def __init__(self, guess: float) -> None:
+        self.guess = guess
         self.runs: deque[float] = deque(maxlen=WINDOW)
         self.typical = 0.0
         self.number = 0
@@ -55,7 +56,7 @@ class _Size:
 class _Curve:
     """What was seen of one key, over the guess."""
 
-    __slots__ = ("_points", "drift", "guess", "runs", "sizes")
+    __slots__ = ("_points", "_rows", "drift", "guess", "runs", "sizes")
 
     def __init__(self, guess: Points, drift: float) -> None:
         self.guess = guess
@@ -63,20 +64,39 @@ class _Curve:
         self.sizes: OrderedDict[int, _Size] = OrderedDict()
         self.runs = 0
         self._points: Points | None = None
+        self._rows: Sequence[int] | None = None
 
     def add(self, rows: int, took_s: float, number: int) -> float:
         """One more run, the so-manieth of all; gives what runs of its size take now."""
-        size = self.sizes.setdefault(rows, _Size())
-        self.sizes.move_to_end(rows)
-        if len(self.sizes) > SIZES:
-            self.sizes.popitem(last=False)
+        size = self.sizes.get(rows)
+        if size is None:
+            size = self.sizes[rows] = _Size(_at(self.guess, rows))
+            if len(self.sizes) > SIZES:
+                self.sizes.popitem(last=False)
+        else:
+            self.sizes.move_to_end(rows)
         size.runs.append(took_s)
         size.typical, size.number = _median(size.runs), number
         self.runs += 1
-        if (guess := _at(self.guess, rows)) > 0:
-            self.drift = size.typical / guess
+        if size.guess > 0:
+            self.drift = size.typical / size.guess
         self._points = None
+        if len(size.runs) <= ENOUGH:
+            # Only a new size, or one that is believed from now on, changes which are known.
+            self._rows = None
         return size.typical
+
+    def seen(self, rows: int) -> float | None:
+        """What a run of this very size takes, where enough were seen to know."""
+        size = self.sizes.get(rows)
+        return size.typical if size is not None and len(size.runs) >= ENOUGH else None
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The sizes of which anything is known, ascending."""
+        if self._rows is None:
+            self._rows = [rows for rows, _ in self.points]
+        return self._rows
 
     @property
     def points(self) -> Points:
@@ -104,7 +124,7 @@ class Costs:
         self._scattered = [1.0]
         self._low = self._high = 1.0
         self._runs = 0
-        # What `likely` said since the last run.
+        # What `likely` said of other sizes since the last run.
         self._said: dict[tuple[Hashable, int], float] = {}
 
     def observe(self, key: Hashable, rows: int, took_s: float) -> None:
@@ -127,7 +147,10 @@ class Costs:
 
     def likely(self, key: Hashable, rows: int) -> float:
         """What it takes: as often less as more."""
-        said = self._said.get((key, rows))
+        # Most sizes that anyone asks for were seen, and need no curve.
+        said = self._curve(key).seen(rows)
+        if said is None:
+            said = self._said.get((key, rows))
         if said is None:
             if len(self._said) >= KEYS * SIZES:
                 self._said.clear()
@@ -161,9 +184,9 @@ class Costs:
         seen = twice is not None and len(twice.runs) >= ENOUGH
         return self._runs - (twice.number if twice else 0) >= (STALE if seen else TRY)
 
-    def sizes(self, key: Hashable) -> list[int]:
+    def sizes(self, key: Hashable) -> Sequence[int]:
         """The numbers of rows of which anything is known, ascending."""
-        return [rows for rows, _ in self._curve(key).points]
+        return self._curve(key).rows
 
     def _curve(self, key: Hashable) -> _Curve:
         return self._curves.get(key, self._any)
