@@ -62,6 +62,9 @@ class Served:
         self.statistics = Statistics()
         self.pool = Pool(model.layout.slots)
         self.limits = _limits(model, options.weight)
+        self._batched = model.contract.batch_rows > 0
+        self._sorted = self._batched or bool(model.contract.states)
+        """Whether requests of different shapes can be alike."""
         self.cached: Cached | None = None
         """Its answers, where some are kept."""
         self.filling: set[int] = set()
@@ -93,12 +96,10 @@ class Served:
         outputs: tuple[int, ...],
     ) -> Request:  # fmt: skip
         """What the scheduler is to run for the call."""
-        batched = self.model.contract.batch_rows > 0
+        alike = self.model.contract.alike(shapes) if self._sorted else shapes
         return Request(
             call.id, call.deadline, slot, shapes, nbytes, outputs, self.key, call.client, call.priority,
-            rows=shapes[0][0] if batched else 1,
-            key=(self.model.contract.alike(shapes) if batched or self.model.contract.states else shapes, outputs),
-            arrived=call.arrived,
+            shapes[0][0] if self._batched else 1, (alike, outputs), call.arrived,
         )  # fmt: skip
 
     @property

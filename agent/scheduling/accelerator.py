@@ -321,8 +321,10 @@ class Accelerator:
             key = () if key is not None else None
         if lane.paused or not lane.costs.known(key):
             return None
-        at_most = lane.costs.likely(key, rows) + ahead * lane.costs.likely(None, 1)
-        if self._remaining(now) + at_most + sum(each.alone_s for each in self._lanes.values()) <= left:
+        at_most = lane.costs.likely(key, rows)
+        if ahead:
+            at_most += ahead * lane.costs.likely(None, 1)
+        if self._remaining(now) + at_most + sum([each.alone_s for each in self._lanes.values()]) <= left:
             # Even one by one, and whatever goes before: the common case takes no longer to see where many wait.
             return None
         before, after = self._around(lane, entry, now)
@@ -427,5 +429,8 @@ def _first_expiry(lane: _Lane) -> float:
 
 def _mean(lanes: Iterable[_Lane]) -> float:
     """What each of them used, on the average of their weights."""
-    weighed = [(lane.limits.weight, lane.used) for lane in lanes]
-    return sum(weight * used for weight, used in weighed) / sum(weight for weight, _ in weighed) if weighed else 0.0
+    used = weight = 0.0
+    for lane in lanes:
+        used += lane.limits.weight * lane.used
+        weight += lane.limits.weight
+    return used / weight if weight else 0.0

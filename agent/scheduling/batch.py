@@ -13,7 +13,7 @@ alone now and then, and where enough wait, twice as many as pay, so that it is k
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
 
@@ -45,15 +45,13 @@ class Limits:
     batches: int = 1
     weight: float = 1.0
     slice_s: float | None = None
+    shared: bool = field(init=False, repr=False)
+    """Whether one pass takes several batches, of whatever keys."""
 
     def __post_init__(self) -> None:
         if min(self.queue, self.per_client, self.rows, self.batches) < 1 or not self.weight > 0:
             raise ValueError(f"limits and weight must be positive, not {self}")
-
-    @property
-    def shared(self) -> bool:
-        """Whether one pass takes several batches, of whatever keys."""
-        return self.batches > 1
+        object.__setattr__(self, "shared", self.batches > 1)
 
     def key(self, request: Request) -> Hashable:
         """What its cost goes by."""
@@ -108,7 +106,9 @@ class Groups:
 
 
 def grouped(requests: Iterable[Request], limits: Limits) -> tuple[tuple[Request, ...], ...]:
-    """As the batches of one pass."""
+    """As the batches of one pass: where that is not shared they were chosen to be one."""
+    if not limits.shared:
+        return (tuple(requests),)
     groups = Groups(limits)
     for request in requests:
         groups.add(request)
@@ -148,7 +148,7 @@ def _grow(lead: Request, company: Iterable[Request], at: Situation) -> list[Requ
     """`lead` and whom it can take along so that all are in time, up to the size that pays."""
     costs, limits, key = at.costs, at.limits, at.limits.key(lead)
     alone = costs.likely(key, lead.rows)
-    takes = costs.surely if at.now + costs.surely(key, lead.rows) <= lead.deadline else costs.likely
+    margin = costs.margin if at.now + alone * costs.margin <= lead.deadline else 1.0
     chosen, rows, deadline = [lead], lead.rows, lead.deadline
     best, best_rate = 1, rows / alone if alone > 0 else 0.0
     least = GAIN * best_rate
@@ -156,18 +156,22 @@ def _grow(lead: Request, company: Iterable[Request], at: Situation) -> list[Requ
     groups = Groups(limits)
     groups.add(lead)
     for request in company:
-        if not limits.join(lead, request) or not groups.fits(request):
-            continue
         total = rows + request.rows
-        if at.now + takes(key, total) > min(deadline, request.deadline):
+        if limits.shared:
+            if not groups.fits(request):
+                continue
+        elif total > limits.rows or request.key != lead.key:
             continue
         seconds = costs.likely(key, total)
+        if at.now + seconds * margin > min(deadline, request.deadline):
+            continue
         if at.now + seconds > at.until:
             break
         if not limits.shared and (total > largest or seconds > _slice(limits, alone, _number(request) > at.urgent)):
             break
         chosen.append(request)
-        groups.add(request)
+        if limits.shared:
+            groups.add(request)
         rows, deadline = total, min(deadline, request.deadline)
         rate = rows / seconds if seconds > 0 else inf
         if limits.shared or rate >= max(least, STEP * best_rate):

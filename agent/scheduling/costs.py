@@ -157,6 +157,11 @@ class Costs:
             said = self._said[key, rows] = _at(self._curve(key).points, rows)
         return said
 
+    @property
+    def margin(self) -> float:
+        """So many times what is likely a run takes at most, but for one in twenty."""
+        return self._high
+
     def surely(self, key: Hashable, rows: int) -> float:
         """What it takes at most, but for one run in twenty."""
         return self.likely(key, rows) * self._high

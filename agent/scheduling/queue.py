@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
@@ -67,7 +67,7 @@ class _Flow(Generic[W]):
     """What one client waits for at one priority, by deadline, and what it was served since it began to wait."""
 
     served: float
-    entries: list[W] = field(default_factory=list)
+    entries: list[W]
 
 
 class Queue(Generic[W]):
@@ -123,29 +123,39 @@ class Queue(Generic[W]):
         self._clients[entry.client] = self._clients.get(entry.client, 0) + 1
         flow = self._flows.get(_flow_of(entry))
         if flow is None:
-            flow = self._flows[_flow_of(entry)] = _Flow(self._least(_priority(entry)))
-        insort(flow.entries, entry, key=_urgency)
+            self._flows[_flow_of(entry)] = _Flow(self._least(_priority(entry)), [entry])
+        elif _urgency(flow.entries[-1]) < _urgency(entry):
+            flow.entries.append(entry)
+        else:
+            insort(flow.entries, entry, key=_urgency)
 
     def remove(self, id_: int) -> W | None:
         """Take an entry out that was not served; None when it is not there."""
         entry = self._entries.pop(id_, None)
-        if entry is None:
-            return None
+        if entry is not None:
+            self._take(entry, self._flows[_flow_of(entry)])
+        return entry
+
+    def serve(self, entry: W) -> None:
+        """Take an entry out that is served now: its client's next turn is later by that."""
+        del self._entries[entry.id]
+        flow = self._flows[_flow_of(entry)]
+        flow.served += self._share(entry)
+        self._take(entry, flow)
+
+    def _take(self, entry: W, flow: _Flow[W]) -> None:
         left = self._clients[entry.client] - 1
         if left:
             self._clients[entry.client] = left
         else:
             del self._clients[entry.client]
-        flow = self._flows[_flow_of(entry)]
-        del flow.entries[bisect_left(flow.entries, _urgency(entry), key=_urgency)]
-        if not flow.entries:
+        entries = flow.entries
+        if len(entries) == 1:
             del self._flows[_flow_of(entry)]
-        return entry
-
-    def serve(self, entry: W) -> None:
-        """Take an entry out that is served now: its client's next turn is later by that."""
-        self._flows[_flow_of(entry)].served += self._share(entry)
-        self.remove(entry.id)
+        elif entries[0] is entry:
+            del entries[0]
+        else:
+            del entries[bisect_left(entries, _urgency(entry), key=_urgency)]
 
     def level(self, entry: Waiting, now: float) -> int:
         """Its priority, halved for every `age_s` of waiting; 0 goes before all others."""
@@ -206,7 +216,7 @@ class Queue(Generic[W]):
         return (level, turn, entry.deadline, entry.id) if level else (0, 0.0, entry.arrived, entry.id)
 
     def _least(self, priority: int) -> float:
-        return min((flow.served for (each, _), flow in self._flows.items() if each == priority), default=0.0)
+        return min([flow.served for (each, _), flow in self._flows.items() if each == priority], default=0.0)
 
 
 def _priority(entry: Waiting) -> int:
