@@ -17,12 +17,14 @@ except ModuleNotFoundError as error:
     sys.exit(2)
 
 from agent import finalise as finalising
+from agent.access import tokens
 from agent.config import Config, EngineOptions, Memory, load_config
+from agent.errors import ConfigError
 from agent.generation.tokenizer import load_text
 from agent.images import load_images
 from agent.load.command import EXAMPLES, bench
 from agent.models import Model, machine_budget, open_model
-from targets.bundle import Residency
+from targets.bundle import NAME, Residency
 from targets.errors import TightfitError
 from targets.tensor import human
 
@@ -61,7 +63,11 @@ def serve(
     ] = None,
     allow_insecure_network: Annotated[
         bool | None,
-        typer.Option("--allow-insecure-network", help="Listen beyond this machine without TLS and authentication."),
+        typer.Option(
+            "--insecure",
+            "--allow-insecure-network",
+            help="Listen beyond this machine without TLS and authentication: whoever can connect may do all.",
+        ),
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error [info].")] = None,
 ) -> None:
@@ -171,6 +177,19 @@ def _summary(model: Model, budget: int) -> str:
     return (
         f"{model.name} version {model.version} is whole and fits: {phases} of {human(budget)} on this machine, "
         f"{plan.slots} slots, compiled for {model.manifest.target} ({model.manifest.runtime})"
+    )
+
+
+@cli.command(epilog="Example: tightfit-agent token camera")
+def token(
+    name: Annotated[str, typer.Argument(help="The caller whose it is: a name under [[callers]].")],
+) -> None:
+    """Make a bearer token: it is shown once, and the agent's file of tokens keeps its digest alone."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} cannot be a caller's name", "letters, digits, '.', '_' and '-', at most 100")
+    made = tokens.make()
+    _say(
+        f"token, for {name} alone, shown this once:\n{made}\nline for the file of tokens:\n{tokens.line_of(name, made)}"
     )
 
 

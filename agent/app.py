@@ -167,7 +167,7 @@ async def _listen(
     config: Config, access: Access, gateway: Gateway, repository: Repository, reloads: Reloads, announce: Announce,
     stop: asyncio.Event,
 ) -> None:  # fmt: skip
-    api = V2(gateway, repository, config, version())
+    api = V2(gateway, repository, access, config, version())
     runner = runner_of(api.application(), _FLUSH_S)
     await runner.setup()
     try:

@@ -126,11 +126,46 @@ class Tls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("certificates of clients need client_ca, by which they are judged")
 
 
-class AccessOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who may do what (docs/security.md). Certificates, and what else is read for this, are looked at every `watch_s`
-    for whether they were replaced; what is connected stays as it is."""
+RoleName = Literal["infer", "observe", "admin"]
 
+
+class AccessOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who may do what (docs/security.md).
+
+    Whom nobody knows has the roles `anonymous` where he comes from this machine, over the loopback or a Unix socket,
+    and none where he comes from elsewhere, unless `allow_insecure_network` is said. `tokens` is the file of bearer
+    tokens, by path or as `credential:NAME`. It and certificates are looked at every `watch_s` for whether they were
+    replaced; what is connected stays as it is.
+    """
+
+    anonymous: tuple[RoleName, ...] = ("infer", "observe", "admin")
+    tokens: str = ""
     watch_s: Seconds = 10.0
+
+
+class CallerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Somebody who is known: by a bearer token, which the file of tokens says is his, by his certificate
+    (`URI:...`, `DNS:...` or `CN:...`, as is in it), or, over a Unix socket, by the user or a group of his process. For
+    each role the models that he has it for; "*" are all, and what concerns no model alone.
+    """
+
+    name: str
+    certificates: tuple[str, ...] = ()
+    users: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    infer: tuple[str, ...] = ()
+    observe: tuple[str, ...] = ()
+    admin: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} cannot be a caller's name: letters, digits, '.', '_' and '-', at most 100")
+        for each in self.certificates:
+            if not re.fullmatch(r"(?:URI|DNS|CN):.+", each):
+                raise ValueError(f"{each!r} is no name in a certificate: URI:..., DNS:... or CN:...")
+        for model in (*self.infer, *self.observe, *self.admin):
+            if model != "*" and not NAME.fullmatch(model):
+                raise ValueError(f"caller {self.name!r}: {model!r} cannot be a model's name; '*' are all models")
 
 
 class Requests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -315,6 +350,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     http: Http = Http()
     tls: Tls = Tls()
     access: AccessOptions = AccessOptions()
+    callers: tuple[CallerOptions, ...] = ()
     requests: Requests = Requests()
     streams: StreamOptions = StreamOptions()
     repository: RepositoryOptions = RepositoryOptions()
@@ -359,23 +395,46 @@ def load_config(path: Path | None, overrides: dict[str, dict[str, Any]]) -> Conf
         raise ConfigError(f"{where}: both bundle and [[models]]", "name each bundle under [[models]]")
     if config.http.listen and isinstance(http := fields.get("http"), dict) and http.keys() & {"host", "port"}:
         raise ConfigError(f"{where}: both listen and host or port under [http]", "name each address in listen")
-    secure = [each for each in config.http.listen if each.startswith("https://")]
-    if secure and not config.tls.certificate:
-        raise ConfigError(f"{where}: {secure[0]} needs a certificate", "give certificate and key under [tls]")
-    check_exposure(config.http)
+    _check_access(config, where)
+    check_exposure(config)
     return config
 
 
-def check_exposure(http: Http) -> None:
+def _check_access(config: Config, where: str) -> None:
+    secure = [each for each in config.http.listen if each.startswith("https://")]
+    if secure and not config.tls.certificate:
+        raise ConfigError(f"{where}: {secure[0]} needs a certificate", "give certificate and key under [tls]")
+    names = [caller.name for caller in config.callers]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ConfigError(f"{where}: two [[callers]] are named {twice[0]!r}", "give all that tells who it is in one")
+    if config.access.tokens and not names:
+        raise ConfigError(f"{where}: tokens under [access], and no [[callers]] whose they are", "see docs/security.md")
+    for caller in config.callers:
+        if caller.certificates and not config.tls.client_ca:
+            raise ConfigError(
+                f"{where}: caller {caller.name!r} is known by a certificate, and nothing tells which are genuine",
+                "give client_ca under [tls]",
+            )
+
+
+def check_exposure(config: Config) -> None:
     """Refuse to serve a network without encryption and authentication unless told to."""
-    open_to_all = [each.host for each in http.addresses if isinstance(each, Tcp) and not is_loopback(each.host)]
-    if http.allow_insecure_network or not open_to_all:
+    if config.http.allow_insecure_network:
         return
-    raise ConfigError(
-        f"host {open_to_all[0]} can be reached from the network, and this version has neither TLS nor authentication",
-        "listen on 127.0.0.1, or accept the risk with --allow-insecure-network "
-        "(allow_insecure_network = true under [http])",
-    )
+    known = bool(config.access.tokens) or any(caller.certificates for caller in config.callers)
+    for address in config.http.addresses:
+        if not isinstance(address, Tcp) or is_loopback(address.host):
+            continue
+        missing = [] if address.is_secure(bool(config.tls.certificate)) else ["TLS"]
+        missing += [] if known else ["authentication"]
+        if missing:
+            raise ConfigError(
+                f"host {address.host} can be reached from the network, and has "
+                + ("neither TLS nor authentication" if len(missing) == 2 else f"no {missing[0]}"),
+                "listen on 127.0.0.1, set up [tls] and [[callers]] (docs/security.md), or accept the risk with "
+                "--insecure (allow_insecure_network = true under [http])",
+            )
 
 
 def is_loopback(host: str) -> bool:
@@ -405,6 +464,7 @@ SECTIONS: dict[str, Any] = {
     "http": Http,
     "tls": Tls,
     "access": AccessOptions,
+    "callers": CallerOptions,
     "requests": Requests,
     "streams": StreamOptions,
     "repository": RepositoryOptions,

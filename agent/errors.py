@@ -19,6 +19,8 @@ class Reason(str, enum.Enum):
     SLOW_BODY = "slow_body"
     NOT_JSON = "not_json"
     CONTROL_DISABLED = "control_disabled"
+    UNAUTHENTICATED = "unauthenticated"
+    FORBIDDEN = "forbidden"
     DISCONNECTED = "disconnected"
     SLOW_READER = "slow_reader"
     QUEUE_FULL = "queue_full"
@@ -88,6 +90,10 @@ TABLE: dict[Reason, Answer] = {
     Reason.CONTROL_DISABLED: Answer(
         403, None, Mqtt.NOT_AUTHORIZED, 0x16, "models are not loaded or unloaded on request"
     ),
+    Reason.UNAUTHENTICATED: Answer(
+        401, None, Mqtt.NOT_AUTHORIZED, 0x17, "nobody knows who asks, or the token is nobody's"
+    ),
+    Reason.FORBIDDEN: Answer(403, None, Mqtt.NOT_AUTHORIZED, 0x18, "the caller lacks the role that this needs"),
     # How busy the server is and how much one client asks are different things to a client: RFC 6585, section 4.
     Reason.CLIENT_QUEUE_FULL: Answer(
         429, 1, Mqtt.QUOTA_EXCEEDED, 0x20, "as many requests of this client wait as may of one"

@@ -21,6 +21,7 @@ Source = Callable[[], Config]
 
 # What a reload puts into effect; everything else does a restart.
 _MODELS = ("bundle", "models")
+_ACCESS = ("access", "callers")
 
 
 class Reloads:
@@ -70,10 +71,10 @@ class Reloads:
         fixed = [
             name
             for name in config.__struct_fields__
-            if name not in _MODELS and getattr(config, name) != getattr(self._config, name)
+            if name not in (*_MODELS, *_ACCESS) and getattr(config, name) != getattr(self._config, name)
         ]
         if fixed:
             self._log.warning("these sections take effect when the agent is started again", sections=",".join(fixed))
-        failed = [*self._access.reload(), *await self._repository.reload(config.served)]
+        failed = [*self._access.reload(config), *await self._repository.reload(config.served)]
         self._log.info("reloaded", failed=len(failed), seconds=round(time.monotonic() - started, 3))
         return failed

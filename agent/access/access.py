@@ -5,12 +5,18 @@ What cannot be used changes nothing: what was there before goes on, and one line
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 import time
 
 from agent import log
-from agent.access.files import Watch
-from agent.access.tls import files_of, secured
+from agent.access.audit import Audit
+from agent.access.callers import EVERYBODY, Caller
+from agent.access.files import Watch, located, read
+from agent.access.peers import is_local, process_of
+from agent.access.policy import Policy, policy_of
+from agent.access.tls import files_of, names_of, secured
+from agent.access.tokens import Tokens, parse
 from agent.config import Config
 from agent.errors import ConfigError
 
@@ -19,14 +25,17 @@ _SOON_S = 7 * 86_400
 
 
 class Access:
-    """The TLS of new connections. Raises ConfigError where it cannot be had at the start."""
+    """The TLS of new connections, and who may do what. Raises ConfigError where it cannot be had at the start."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._log = log.get("access")
+        self.audit = Audit()
         self._secured = secured(config.tls) if config.tls.certificate else None
-        self._watch: Watch | None = None
+        self.policy: Policy = _policy(config)
+        """Another one whenever something is another than before."""
         self.handshakes_failed = 0
+        self._watch: Watch | None = None
         self._say()
 
     @property
@@ -41,9 +50,16 @@ class Access:
             raise RuntimeError("there is no certificate")
         return self._secured.context
 
+    @property
+    def expires(self) -> float:
+        """When the certificate does, in seconds since 1970; 0 where there is none."""
+        return self._secured.certificate.expires if self._secured else 0.0
+
     def begin(self) -> None:
         """From now on see when files change."""
         paths = files_of(self._config.tls)
+        if self._config.access.tokens:
+            paths.append(located(self._config.access.tokens))
         if paths:
             self._watch = Watch(paths, self._config.access.watch_s, self.reload)
 
@@ -52,19 +68,63 @@ class Access:
         if self._watch is not None:
             self._watch.close()
 
-    def reload(self) -> list[str]:
-        """Read all files again. What failed, a line each: what they said before still holds."""
-        if self._secured is None:
-            return []
-        before = self._secured.certificate
+    def caller(self, transport: asyncio.BaseTransport | None, authorization: str | None) -> Caller:
+        """Who asks: by his token, else by his certificate, else by his process, else nobody knows. A token that is
+        nobody's is refused, whoever has it. Raises RefusedError."""
+        policy = self.policy
+        if policy.is_open:
+            return EVERYBODY
+        if authorization is not None and policy.takes_tokens:
+            return policy.with_token(authorization)
+        if transport is None:
+            return policy.remote
+        caller = None
+        if policy.by_certificate:
+            caller = policy.with_certificate(names_of(transport.get_extra_info("peercert") or {}))
+        if caller is None and (policy.by_user or policy.by_group) and (process := process_of(transport)):
+            caller = policy.of_process(*process)
+        return caller or (policy.local if is_local(transport) else policy.remote)
+
+    def reload(self, config: Config | None = None) -> list[str]:
+        """Read all files again, and take callers and what they may from `config`. What failed, a line each: what held
+        before still holds."""
+        config = config or self._config
+        failed = []
         try:
-            self._secured = secured(self._config.tls)
+            self._reload_policy(config)
+        except ConfigError as error:
+            self._log.error("callers and tokens stay as they were", error=str(error))
+            failed.append(str(error))
+        else:
+            watched = (self._config.access.tokens, self._config.access.watch_s)
+            self._config = config
+            if self._watch is not None and watched != (config.access.tokens, config.access.watch_s):
+                self.close()
+                self.begin()
+        try:
+            self._reload_tls()
         except ConfigError as error:
             self._log.error("TLS goes on with the certificate that it has", error=str(error))
-            return [str(error)]
+            failed.append(str(error))
+        return failed
+
+    def _reload_tls(self) -> None:
+        if self._secured is None:
+            return
+        before, self._secured = self._secured.certificate, secured(self._config.tls)
         if self._secured.certificate != before:
             self._say()
-        return []
+
+    def _reload_policy(self, config: Config) -> None:
+        before, after = self.policy, _policy(config)
+        self.policy = after
+        if before.tokens.digests != after.tokens.digests:
+            self.audit.done(
+                "tokens", "the file", config.access.tokens, tokens=len(after.tokens),
+                new=_names(after.tokens, before.tokens), gone=_names(before.tokens, after.tokens),
+            )  # fmt: skip
+        if before.by_name != after.by_name or before.local != after.local:
+            self.audit.done("callers", "the configuration", "file", callers=",".join(after.by_name))
 
     def _say(self) -> None:
         if self._secured is None:
@@ -74,6 +134,21 @@ class Access:
         if certificate.early:
             self._log.warning("the certificate is not valid yet, or the clock is wrong", sha256=sha256)
             return
-        days = (certificate.expires - time.time()) / 86_400
-        write = self._log.warning if days * 86_400 < _SOON_S else self._log.info
-        write("certificate", names=names, sha256=sha256, days_left=round(days, 1))
+        left_s = certificate.expires - time.time()
+        write = self._log.warning if left_s < _SOON_S else self._log.info
+        write("certificate", names=names, sha256=sha256, days_left=round(left_s / 86_400, 1))
+
+
+def _policy(config: Config) -> Policy:
+    tokens = Tokens()
+    if config.access.tokens:
+        path = located(config.access.tokens)
+        text = read(path, "the tokens")
+        private = not path.stat().st_mode & 0o077
+        tokens = parse(text, str(path), [caller.name for caller in config.callers], private)
+    return policy_of(config, tokens)
+
+
+def _names(tokens: Tokens, others: Tokens) -> str:
+    """Whose there are that there are not among the others."""
+    return ",".join(sorted({name for name, _ in tokens.digests - others.digests}))

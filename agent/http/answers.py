@@ -84,6 +84,9 @@ def refusal(reason: Reason, message: str, unread: bool = False) -> web.Response:
     """Why a request is not answered with tensors. With `unread`, some of its body was not read."""
     answer = TABLE[reason]
     headers = {} if answer.retry_after_s is None else {"Retry-After": str(answer.retry_after_s)}
+    if reason is Reason.UNAUTHENTICATED:
+        # RFC 9110, section 11.6.1.
+        headers["WWW-Authenticate"] = "Bearer"
     response = json({"error": message[:_MAX_ERROR_CHARACTERS]}, answer.status, headers)
     if unread or reason is Reason.DRAINING:
         # The rest of an unread body would be taken for the next request, or be waited for.

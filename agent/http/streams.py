@@ -18,6 +18,7 @@ from agent.http.following import Encode, Following, ResultFeeds, happening_recor
 from agent.http.framing.encoder import Encoder
 from agent.http.framing.events import MEDIA_TYPE as EVENTS
 from agent.http.framing.formats import decoder_of, encoder_of
+from agent.http.guard import client_of
 from agent.http.hangups import Hangups
 from agent.http.hints import priority_of, timeout_of
 from agent.http.runs import Runs
@@ -81,7 +82,7 @@ class StreamApi:
         target = Target(
             entry.name,
             request.match_info.get("version"),
-            request.remote or "",
+            client_of(request),
             priority_of(request.headers),
             timeout_of(request.headers),
             self._largest,

@@ -10,12 +10,13 @@ from dataclasses import replace
 from aiohttp import web
 
 from agent import log
+from agent.access.access import Access
 from agent.calls import Call
 from agent.config import Config
 from agent.errors import Reason, RefusedError
 from agent.gateway import Gateway
 from agent.http.answers import SERVER, CutOffError, errors, json, judged, refusal
-from agent.http.bodies import DROPPED_BYTES, check_length, choose_encoding, decompress, read_body
+from agent.http.bodies import check_length, choose_encoding, decompress, read_body
 from agent.http.codecs import (
     HEADER_LENGTH,
     InferRequest,
@@ -27,6 +28,7 @@ from agent.http.codecs import (
 from agent.http.echo import echoed
 from agent.http.ensembles import EnsembleApi
 from agent.http.generate import GenerateApi
+from agent.http.guard import client_of, guard_of, much_is_unread
 from agent.http.hints import priority_of, timeout_of
 from agent.http.lane.lane import Lane
 from agent.http.model_config import config_of
@@ -57,18 +59,13 @@ _STREAMED_BYTES = 256 << 10
 _PIECE_BYTES = 128 << 10
 
 
-def _much_is_unread(request: web.Request) -> bool:
-    """Whether so much of the body has not been read, or nobody knows how much, that the connection is better closed."""
-    length = request.content_length
-    return not request.content.is_eof() and (length is None or length > DROPPED_BYTES)
-
-
 class V2:
     """Handlers over one gateway and its models."""
 
-    def __init__(self, gateway: Gateway, repository: Repository, config: Config, version: str) -> None:
+    def __init__(self, gateway: Gateway, repository: Repository, access: Access, config: Config, version: str) -> None:
         self._gateway = gateway
         self._repository = repository
+        self._access = access
         self._http, self._logs = config.http, config.log
         self._version = version
         self._log = log.get("http")
@@ -77,12 +74,14 @@ class V2:
         self._streams = StreamApi(gateway, repository, config, self._runs, self._body_bytes)
         self._sequences = Sequences(gateway, config.requests.sequence_idle_s)
         self._texts = GenerateApi(gateway, config, self._runs, self._settled, self._receive)
-        self.lane = Lane(gateway, repository, config, self._body_bytes, {each.name for each in config.ensembles})
+        self.lane = Lane(
+            gateway, repository, access, config, self._body_bytes, {each.name for each in config.ensembles}
+        )
         """Where connections begin."""
 
     def application(self) -> web.Application:
         """The routes."""
-        app = web.Application(middlewares=[errors])
+        app = web.Application(middlewares=[errors, guard_of(self._access, self._gateway)])
         app.router.add_get("/v2", self.server)
         app.router.add_get("/v2/health/live", self.live)
         app.router.add_get("/v2/health/ready", self.health_ready)
@@ -175,7 +174,7 @@ class V2:
         self, handler: Callable[[Call, web.Request], Awaitable[web.StreamResponse]], request: web.Request
     ) -> web.StreamResponse:
         """One request from its head to its answer; whatever happens, its call is settled exactly once."""
-        call = self._gateway.open(request.remote or "")
+        call = self._gateway.open(client_of(request))
         call.echo = echoed(request.headers)
         reason, message = Reason.OK, ""
         try:
@@ -194,7 +193,7 @@ class V2:
                 self._log.exception("infer failed", **call.ids)
         finally:
             self._gateway.settle(call, reason, message)
-        return refusal(reason, message, unread=_much_is_unread(request))
+        return refusal(reason, message, unread=much_is_unread(request))
 
     async def _infer(self, call: Call, request: web.Request) -> web.StreamResponse:
         if ensemble := self._ensembles.find(request):

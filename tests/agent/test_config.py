@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from agent.config import SECTIONS, Config, ModelOptions, Tcp, load_config, tomllib
+from agent.config import SECTIONS, CallerOptions, Config, ModelOptions, Tcp, load_config, tomllib
 from agent.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +106,7 @@ def test_an_address_of_tls_needs_a_certificate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "board.local"])  # noqa: S104
 def test_the_network_needs_consent(host: str) -> None:
-    with pytest.raises(ConfigError, match=r"neither TLS nor authentication.*--allow-insecure-network"):
+    with pytest.raises(ConfigError, match=r"neither TLS nor authentication.*--insecure.*allow_insecure_network"):
         load_config(None, {"": {"bundle": "a"}, "http": {"host": host}})
     config = load_config(None, {"": {"bundle": "a"}, "http": {"host": host, "allow_insecure_network": True}})
     assert config.http.host == host
@@ -121,6 +122,7 @@ def test_the_example_names_every_key_with_its_default() -> None:
     given = tomllib.loads("\n".join(line.removeprefix("#") for line in text.splitlines() if not line.startswith("# ")))
     defaults = Config(bundle=given["bundle"])
     (model,) = given["models"]
+    assert msgspec.convert(given["callers"], list[CallerOptions]) == [CallerOptions("camera")]
     assert ModelOptions(**model) == ModelOptions(model["bundle"])
     for section, struct in SECTIONS.items():
         (keys,) = given[section] if isinstance(given[section], list) else [given[section]]

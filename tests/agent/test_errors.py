@@ -20,6 +20,8 @@ SERIAL = {
     0x14: "too_large",
     0x15: "unsupported_encoding",
     0x16: "control_disabled",
+    0x17: "unauthenticated",
+    0x18: "forbidden",
     0x20: "client_queue_full",
     0x21: "queue_full",
     0x22: "shed",

@@ -70,7 +70,7 @@ def test_bundles_that_are_refused(good: Path, tmp_path: Path) -> None:
 def test_configurations_that_are_refused(good: Path, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[http]\nprot = 1\n")
     assert "did you mean 'port'" in refused("serve", "--config", str(tmp_path / "a.toml"))
-    assert "--allow-insecure-network" in refused("serve", "--bundle", str(good), "--host", "0.0.0.0")  # noqa: S104
+    assert "--insecure" in refused("serve", "--bundle", str(good), "--host", "0.0.0.0")  # noqa: S104
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert f"cannot listen on 127.0.0.1:{port}" in refused("serve", "--bundle", str(good), "--port", port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -31,9 +32,10 @@ class Answer(NamedTuple):
 
 
 class Peer:
-    """One connection, to (host, port) or to the path of a Unix socket. `receive` bounds what the kernel takes in."""
+    """One connection, to (host, port) or to the path of a Unix socket, with `tls` of TLS. `receive` bounds what the
+    kernel takes in."""
 
-    def __init__(self, address: tuple[str, int] | str, receive: int = 0) -> None:
+    def __init__(self, address: tuple[str, int] | str, receive: int = 0, tls: ssl.SSLContext | None = None) -> None:
         if isinstance(address, str):
             family = socket.AF_UNIX
         else:
@@ -43,6 +45,8 @@ class Peer:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
         self.socket.settimeout(60)
         self.socket.connect(address)
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_hostname="localhost")
         self._file = self.socket.makefile("rb")
 
     def __enter__(self) -> Peer:

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from agent import log
+from agent.access.callers import Role
+from agent.access.policy import Policy
 from agent.calls import Call
 from agent.errors import Reason, RefusedError
 from agent.http.answers import judged, refusal
@@ -53,9 +55,9 @@ class Connection(asyncio.Protocol):
     """Speaks HTTP/1.1 with one client until it is closed, or `otherwise()` does."""
 
     __slots__ = (
-        "_asked", "_call", "_client", "_data", "_ended", "_gateway", "_head", "_idle", "_lane", "_last", "_left",
-        "_limit", "_loop", "_otherwise", "_parts", "_reads", "_sends", "_since", "_state", "_transport", "_way",
-        "_writes",
+        "_asked", "_call", "_cleared", "_client", "_data", "_ended", "_gateway", "_head", "_idle", "_lane", "_last",
+        "_left", "_limit", "_loop", "_otherwise", "_parts", "_reads", "_sends", "_since", "_state", "_transport",
+        "_way", "_writes",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, otherwise: Callable[[], asyncio.Protocol]) -> None:
@@ -63,6 +65,8 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._client = ""
+        self._cleared: tuple[Head, Policy] | None = None
+        """The last head whose sender might ask what it asks, by which policy."""
         self._state = State.HEAD
         self._data = b""
         """What came and was not looked at, or not yet."""
@@ -203,7 +207,7 @@ class Connection(asyncio.Protocol):
                 head = self._read_head()
                 if isinstance(head, Head):
                     ways = self._lane.way_for(head)
-                    if ways is not None:
+                    if ways is not None and (self._lane.access.policy.is_open or self._may(head)):
                         self._begin(head, *ways)
                         continue
                 if head is not Sign.MORE:
@@ -221,6 +225,22 @@ class Connection(asyncio.Protocol):
         if last is not None and self._data.startswith(last.raw):
             return last
         return self._lane.heads.read(self._data)
+
+    def _may(self, head: Head) -> bool:
+        """Whether who sent it may; what he is told where he may not, the other protocol knows. The same head again
+        needs no second look."""
+        policy = self._lane.access.policy
+        if self._cleared is not None and self._cleared[0] is head and self._cleared[1] is policy:
+            return True
+        try:
+            caller = self._lane.access.caller(self._transport, head.authorization)
+        except RefusedError:
+            return False
+        if not caller.may(Role.INFER, head.model):
+            return False
+        self._client = caller.name if caller.known else _client_of(self._transport)
+        self._cleared = head, policy
+        return True
 
     def _begin(self, head: Head, entry: Entry, way: Way) -> None:
         call = self._gateway.open(self._client)

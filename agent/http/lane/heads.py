@@ -49,7 +49,8 @@ class Sign(enum.Enum):
 class Head:
     """What a plain head says. `raw` ends with the empty line; `length` is the body's in bytes, `json_length` that of
     its JSON part: all of it, or what `header_length` says where that can be, else -1. After `close` the client asks no
-    more. `priority` and `timeout_s` are those of `agent.http.hints`, `echo` what comes back."""
+    more. `priority` and `timeout_s` are those of `agent.http.hints`, `echo` what comes back.
+    `authorization` holds a secret: a head is shown nowhere."""
 
     raw: bytes
     model: str
@@ -62,6 +63,7 @@ class Head:
     priority: int
     timeout_s: float | None
     echo: dict[str, str]
+    authorization: str | None
 
 
 class Heads:
@@ -129,6 +131,7 @@ def parse(raw: bytes, most_fields: int) -> Head | None:
         priority_of(CIMultiDictProxy(headers)),
         timeout_s,
         echoed(headers),
+        headers.get("Authorization"),
     )
 
 

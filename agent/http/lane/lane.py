@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 
+from agent.access.access import Access
 from agent.config import Config
 from agent.errors import RefusedError
 from agent.gateway import Gateway
@@ -26,11 +27,12 @@ class Lane:
         self,
         gateway: Gateway,
         repository: Repository,
+        access: Access,
         config: Config,
         largest: Callable[[Served], int],
         taken: Collection[str],
     ) -> None:
-        self.gateway, self.repository, self.http = gateway, repository, config.http
+        self.gateway, self.repository, self.access, self.http = gateway, repository, access, config.http
         self.heads = Heads(config.http.header_bytes, config.http.headers)
         self.connections: set[Connection] = set()
         self._largest, self._taken = largest, frozenset(taken)

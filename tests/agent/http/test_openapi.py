@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
+from agent.access.access import Access
 from agent.config import Config
 from agent.gateway import Gateway
 from agent.http.openapi import Described, document
@@ -35,7 +36,7 @@ async def routed() -> set[tuple[str, str]]:
     config = Config()
     gateway = Gateway(config, Telemetry())
     app = V2(
-        gateway, Repository(config, gateway, 0, lambda _: pytest.fail("nothing is loaded")), config, "0"
+        gateway, Repository(config, gateway, 0, lambda _: pytest.fail("nothing is loaded")), Access(config), config, "0"
     ).application()
     gateway.close()
     return {
