@@ -383,7 +383,7 @@ class Gateway:
     def _tell(self, call: Call, reason: Reason, message: str) -> None:
         """Say what became of a call, while what it was about stands in its slot."""
         if call.id in self._running:
-            call.began, call.batch = call.began or self._began, self._batch
+            self._note_pass(call)
         self._request_log.settled(call, reason, message)
         if self._tracer is not None:
             self._tracer.settled(call, reason)
@@ -452,21 +452,24 @@ class Gateway:
         if call is None:
             self._release(served, request.slot, request.id)
         elif isinstance(reply, Done):
-            call.began = call.began or self._began
+            self._note_pass(call)
             call.compute_s += self._took_s
-            call.batch = self._batch
             call.ended = now = time.monotonic()
             if call.deadline < now:
                 # The timer, which is as late as the loop, would have said so.
                 call.reject(EXPIRED)
             call.resolve(Result(tuple(Output(*output) for output in reply.outputs)))
         else:
-            call.began, call.batch = call.began or self._began, self._batch
+            self._note_pass(call)
             call.reject(Refused(Reason(reply.reason), reply.message))
         if isinstance(reply, RunError):
             self._failed.add(reply.id)
         if not self._running:
             self._ended(self._took_s)
+
+    def _note_pass(self, call: Call) -> None:
+        """Have the call know what it is part of."""
+        call.began, call.batch = call.began or self._began, self._batch
 
     def _ended(self, took_s: float | None) -> None:
         """The pass is over; None: it was lost."""
@@ -503,6 +506,7 @@ class Gateway:
                 if call is None:
                     self._release(served, request.slot, request.id)
                 else:
+                    self._note_pass(call)
                     call.reject(refused)
             self._ended(None)
 

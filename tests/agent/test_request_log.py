@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import signal
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +118,34 @@ def test_of_a_large_input_the_beginning_is_hashed(tmp_path: Path) -> None:
         length = struct.pack("<Q", values.nbytes)
     assert digests[0] == digests[1] == hashlib.sha256(length + values.tobytes()[: 64 << 10]).hexdigest()[:16]
     assert digests[2] != digests[0]
+
+
+def picks(*rows: int) -> bytes:
+    x = {"name": "x", "datatype": "FP32", "shape": [len(rows), 8], "data": [0] * 8 * len(rows)}
+    at = {"name": "at", "datatype": "INT64", "shape": [len(rows)], "data": rows}
+    return json.dumps({"inputs": [x, at], "outputs": [{"name": "picked"}]}).encode()
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_run_that_failed_or_was_lost_says_what_it_was(tmp_path: Path, lane: str) -> None:
+    bundle = bundles.picking(tmp_path / "picking.tfb")
+    with serving(bundle, tmp_path / "log") as agent, ThreadPoolExecutor(1) as threads:
+        agent.headers = LANES[lane]
+        assert agent.post(picks(1, 2, 99))[0] == 500
+        os.kill(agent.engine_pid, signal.SIGSTOP)
+        lost = threads.submit(agent.post, picks(4, 5))
+        until(lambda: agent.metric("tightfit_running") == 1)
+        os.kill(agent.engine_pid, signal.SIGKILL)
+        assert lost.result()[0] == 503
+        failed, gone = lines_of(agent)
+    assert (failed["reason"], failed["status_code"], failed["level"]) == ("engine_error", 500, "warning")
+    assert (gone["reason"], gone["status_code"], gone["level"]) == ("engine_down", 503, "info")
+    assert (failed["batch_size"], gone["batch_size"]) == (3, 2)
+    assert "SIGKILL" in gone["message"]
+    for line in (failed, gone):
+        assert len(line["input_sha256"]) == 16
+        assert "run_ms" not in line
+        assert line["queue_ms"] <= line["latency_ms"]
 
 
 @pytest.mark.parametrize("lane", LANES)
