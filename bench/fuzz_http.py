@@ -13,7 +13,7 @@ Wrong is: a 5xx that nobody asked for with a deadline; a good request that is no
 though what came before it ended where it should; an answer to a request that stood within a body; lanes that answer
 differently, or of which only one closes; a connection that is not closed behind a FIN; an agent or engine that ended;
 a traceback in the log; descriptors, slots or memory that are not given back. Where something is wrong, or a connection
-was slow, it is asked again at the end, alone and with patience: what then is as it should be was the machine's fault.
+was slow, it is asked again at the end, with patience: what then is as it should be was the machine's fault.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ QUIET_S, PATIENT_S = 0.4, 2.0
 HANGS_S = 30.0
 # What is allowed to stay of the second half of a run: allocators round up.
 GROWTH_BYTES, GROWTH = 4 * MIB, 0.03
-MOST_FINDINGS = 50
+# A slow machine makes many suspicious; so many are asked again, so many at once.
+MOST_SUSPECTS, AGAIN = 5000, 4
 SETTINGS = """
 [http]
 connections = 1024
@@ -113,6 +114,14 @@ def answers_in(data: bytes, bodiless: bool = False) -> list[Answer]:
         )
         data = rest
     return found
+
+
+def _answers_to(case: Case, segment: bytes) -> tuple[Answer, ...]:
+    """What came for a case. That to a HEAD has no body, unless its head was none that could be read."""
+    if b"HEAD " in case.data[:40]:
+        with contextlib.suppress(MalformedError):
+            return tuple(answers_in(segment, bodiless=True))
+    return tuple(answers_in(segment))
 
 
 def _timeless(body: bytes, frames: bool) -> bytes:
@@ -248,7 +257,7 @@ class Judge:
         reached = 0
         for case, segment, answered, clean in self._segments(cases, data):
             try:
-                answers = tuple(answers_in(segment, bodiless=b"HEAD " in case.data[:40]))
+                answers = _answers_to(case, segment)
             except MalformedError as error:
                 # Of bytes that were changed nobody knows which request has the answer, and whether that was a HEAD.
                 if case.framed or b"HEAD" not in case.data:
@@ -350,7 +359,7 @@ class Fuzz:
             while cases:
                 done = await self._chain(tuple(cases))
                 del cases[:done]
-            if len(self.suspects) > MOST_FINDINGS:
+            if len(self.suspects) > MOST_SUSPECTS:
                 return
 
     async def _chain(self, cases: tuple[Case, ...]) -> int:
@@ -379,16 +388,22 @@ class Fuzz:
         return told[0], wrong, tuple(replies)
 
     async def look_again(self) -> None:
-        """Judge what was suspicious, alone and with patience."""
-        for cases in self.suspects[:MOST_FINDINGS]:
-            for _ in range(2):
+        """Judge what was suspicious, with patience, and with little beside it."""
+        waiting = iter(self.suspects)
+        await asyncio.gather(*[self._look_again(waiting) for _ in range(AGAIN)])
+        if len(self.suspects) > MOST_SUSPECTS:
+            self.findings.append(
+                Finding(self.suspects[-1], ("from here on nothing was sent: too much is suspicious",), ())
+            )
+
+    async def _look_again(self, waiting: Iterator[tuple[Case, ...]]) -> None:
+        for cases in waiting:
+            for _ in range(3):
                 _, wrong, replies = await self._ask(cases, PATIENT_S)
                 if not wrong:
                     break
             else:
                 self.findings.append(Finding(cases, tuple(wrong), replies))
-        if len(self.suspects) > MOST_FINDINGS:
-            self.findings.append(Finding(self.suspects[-1], ("more were suspicious than are looked at again",), ()))
 
 
 async def judge_of(port: int) -> Judge:
@@ -496,7 +511,7 @@ def report(made: Fuzz, wrong: Sequence[str], states: tuple[State, State], machin
         "Nothing was wrong." if not (wrong or made.findings) else f"**{len(made.findings) + len(wrong)} findings.**",
         *[f"- {each}" for each in (*wrong, *made.findings)],
         "",
-        f"{len(made.suspects)} connections were asked again, alone and with patience.",
+        f"{len(made.suspects)} connections were asked again, with patience.",
         "",
         "| kind | cases | answered most often |",
         "|---|---|---|",
