@@ -171,7 +171,7 @@ async def _listen(
     runner = runner_of(api.application(), _FLUSH_S)
     await runner.setup()
     try:
-        with listening(config.http, tls=access.speaks_tls) as listeners:
+        with listening(config.http, access.speaks_tls, config.limits) as listeners:
             servers = [await listen(runner, api.lane, config, access, listener) for listener in listeners]
             addresses = [url_of(listener) for listener in listeners]
             logger = log.get("gateway")

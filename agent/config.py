@@ -246,6 +246,20 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     patience_s: Seconds = 5.0
 
 
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one client may use, and how slow it may be (docs/limits.md).
+
+    A head must be there within `head_s` of its first byte. Bodies, records and answers must move on: in every `pace_s`
+    at `bytes_per_s` on average (0: at any rate). `send_buffer_kib` bounds what the kernel keeps of an answer for a
+    client that does not read: left to itself it would keep megabytes.
+    """
+
+    head_s: Seconds = 10.0
+    bytes_per_s: Annotated[int, Meta(ge=0, le=1 << 30)] = 240
+    pace_s: Annotated[float, Meta(ge=0.1, le=3600)] = 10.0
+    send_buffer_kib: Annotated[int, Meta(ge=16, le=1 << 16)] = 256
+
+
 class EnsembleOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Several of the models under one name, asked with one request: `models` are their names."""
 
@@ -353,6 +367,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     callers: tuple[CallerOptions, ...] = ()
     requests: Requests = Requests()
     streams: StreamOptions = StreamOptions()
+    limits: Limits = Limits()
     repository: RepositoryOptions = RepositoryOptions()
     degradation: DegradationOptions = DegradationOptions()
     engine: EngineOptions = EngineOptions()
@@ -467,6 +482,7 @@ SECTIONS: dict[str, Any] = {
     "callers": CallerOptions,
     "requests": Requests,
     "streams": StreamOptions,
+    "limits": Limits,
     "repository": RepositoryOptions,
     "models": ModelOptions,
     "ensembles": EnsembleOptions,

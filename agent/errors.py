@@ -16,6 +16,7 @@ class Reason(str, enum.Enum):
     UNKNOWN_MODEL = "unknown_model"
     TOO_LARGE = "too_large"
     UNSUPPORTED_ENCODING = "unsupported_encoding"
+    SLOW_HEAD = "slow_head"
     SLOW_BODY = "slow_body"
     NOT_JSON = "not_json"
     CONTROL_DISABLED = "control_disabled"
@@ -86,6 +87,9 @@ TABLE: dict[Reason, Answer] = {
         Mqtt.PAYLOAD_FORMAT_INVALID,
         0x15,
         "the body is of a type, or compressed in a way, that the agent does not know",
+    ),
+    Reason.SLOW_HEAD: Answer(
+        408, None, Mqtt.IMPLEMENTATION_SPECIFIC_ERROR, 0x19, "the head of the request did not arrive in time"
     ),
     Reason.CONTROL_DISABLED: Answer(
         403, None, Mqtt.NOT_AUTHORIZED, 0x16, "models are not loaded or unloaded on request"

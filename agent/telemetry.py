@@ -99,6 +99,12 @@ class Telemetry:
             ["cause", "to"],
             registry=self._registry,
         )
+        self._cut = Counter(
+            "tightfit_connections_cut",
+            "Connections that were ended outside any request, by why.",
+            ["reason"],
+            registry=self._registry,
+        )
         began = time.monotonic()
         self.watch_one("tightfit_uptime_seconds", "Since the agent was started.", lambda: time.monotonic() - began)
 
@@ -127,6 +133,10 @@ class Telemetry:
         latency_s.add(seconds)
         if call.echo and call.is_traced:
             latency_s.show(Exemplar(call.trace_id, seconds, time.time()))
+
+    def cut(self, reason: Reason) -> None:
+        """A connection was ended while it asked for nothing."""
+        self._cut.labels(reason.value).inc()
 
     def passed(self, model: str, requests: int, seconds: float, streamed_bytes: int) -> None:
         """One pass of the engine, of so many requests, has ended."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 
 from aiohttp import web
 
+from agent.config import Limits
 from agent.errors import Reason, RefusedError
+from agent.limits.pace import Pace
 from targets.tensor import human
 
 _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
@@ -39,36 +42,46 @@ def check_length(request: web.Request, limit: int) -> None:
         raise _too_large(limit)
 
 
-async def read_body(request: web.Request, limit: int, timeout_s: float) -> bytes:
-    """All of the body, at most `limit` bytes, at most `timeout_s` long."""
+async def read_body(request: web.Request, limit: int, timeout_s: float, limits: Limits | None = None) -> bytes:
+    """All of the body, at most `limit` bytes, at most `timeout_s` long and at the pace of `limits`."""
     check_length(request, limit)
     await go_on(request)
+    body = _Body(request, limit)
     if request.content.is_eof():
-        return await _collect(request, limit)
+        return await body.collect()
+    bytes_per_s, pace_s = (limits.bytes_per_s, limits.pace_s) if limits else (0, timeout_s)
+    pace = Pace(timeout_s, bytes_per_s, pace_s, time.monotonic())
+    collecting = asyncio.ensure_future(body.collect())
     try:
-        body = await asyncio.wait_for(_collect(request, limit), timeout_s)
-    except (TimeoutError, asyncio.TimeoutError):
-        raise too_slow(timeout_s) from None
-    if request.transport is None:
-        # Until Python 3.12 wait_for drops a cancellation that comes with the last of the body.
-        raise ConnectionResetError("the client left when it had sent the body")
-    return body
+        while not collecting.done():
+            await asyncio.wait((collecting,), timeout=pace.left_s(time.monotonic()))
+            if not collecting.done() and (missed := pace.too_slow(body.size, time.monotonic())):
+                raise too_slow(missed)
+        return collecting.result()
+    finally:
+        collecting.cancel()
 
 
-async def _collect(request: web.Request, limit: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.content.iter_any():
-        size += len(part)
-        if size > limit:
-            raise _too_large(limit)
-        parts.append(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+class _Body:
+    """One that comes, piece by piece; `size` is what came."""
+
+    def __init__(self, request: web.Request, limit: int) -> None:
+        self._content, self._limit = request.content, limit
+        self.size = 0
+
+    async def collect(self) -> bytes:
+        parts: list[bytes] = []
+        async for part in self._content.iter_any():
+            self.size += len(part)
+            if self.size > self._limit:
+                raise _too_large(self._limit)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def too_slow(timeout_s: float) -> RefusedError:
+def too_slow(missed: str) -> RefusedError:
     """What is said where a body does not come."""
-    return RefusedError(Reason.SLOW_BODY, f"the body did not arrive within {timeout_s:.3g} s")
+    return RefusedError(Reason.SLOW_BODY, f"the body did not arrive {missed}")
 
 
 def _too_large(limit: int) -> RefusedError:

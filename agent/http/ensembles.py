@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from agent.calls import Call
-from agent.config import EnsembleOptions, Http
+from agent.config import Config, EnsembleOptions
 from agent.ensemble import Ensemble
 from agent.errors import ConfigError, Reason, RefusedError
 from agent.gateway import Gateway
@@ -68,14 +68,13 @@ class EnsembleApi:
         self,
         gateway: Gateway,
         repository: Repository,
-        http: Http,
-        options: Sequence[EnsembleOptions],
+        config: Config,
         runs: Runs,
         send: Send,
     ) -> None:
         self._gateway, self._repository, self._runs, self._send = gateway, repository, runs, send
-        self._http = http
-        self._ensembles = {each.name: each for each in options}
+        self._http, self._limits = config.http, config.limits
+        self._ensembles = {each.name: each for each in config.ensembles}
         self._groups: dict[str, _Group] = {}
         self._statistics: dict[str, Statistics] = {}
         for name in self._ensembles:
@@ -236,7 +235,8 @@ class EnsembleApi:
 
     async def _body(self, call: Call, request: web.Request, limit: int) -> bytes:
         check_length(request, limit)
-        return await read_body(request, limit, min(self._http.body_s, max(call.deadline - time.monotonic(), 0.001)))
+        body_s = min(self._http.body_s, max(call.deadline - time.monotonic(), 0.001))
+        return await read_body(request, limit, body_s, self._limits)
 
     def _body_bytes(self, group: _Group) -> int:
         largest = largest_body(group.tensors.contract)

@@ -18,11 +18,12 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from agent import log
 from agent.access.access import Access
-from agent.config import Config, Http
+from agent.config import Config
 from agent.errors import Reason, RefusedError
 from agent.http.bodies import EXPECTATION
 from agent.http.handshakes import Handshakes
 from agent.http.sockets import Listener, is_secure
+from agent.http.tempo import Reader, Tempo
 
 if TYPE_CHECKING:
     from agent.http.lane.lane import Lane
@@ -53,11 +54,15 @@ class Protocol(web.RequestHandler):
 
     It answers `Expect: 100-continue` before anybody looked at the request: here `bodies.go_on` does, which is called
     when the body is taken.
+
+    It waits for the end of a head, and for a client to take its answer, as long as that takes: here `tempo` says how
+    slow they may be. Whoever writes to one that may be slower sets `patient`.
     """
 
-    __slots__ = ("_half_close", "_last")
+    __slots__ = ("_half_close", "_head_limit", "_last", "_reader", "patient", "tempo")
 
-    def __init__(self, manager: Any, http: Http) -> None:
+    def __init__(self, manager: Any, tempo: Tempo) -> None:
+        http = tempo.http
         loop = asyncio.get_running_loop()
         super().__init__(
             manager,
@@ -79,12 +84,57 @@ class Protocol(web.RequestHandler):
             auto_decompress=False,
             max_msg_queue_size=1,
         )
-        self._half_close = http.half_close
+        self.tempo, self._half_close = tempo, http.half_close
+        self._head_limit: asyncio.TimerHandle | None = None
+        self._reader: Reader | None = None
+        self.patient = False
         # The newest request, with its body.
         self._last: tuple[Any, StreamReader] | None = None
         self._request_factory = partial(_request, manager.request_factory)
 
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_head_limit()
+        if self._reader is not None:
+            self._reader.close()
+        super().connection_lost(exc)
+
     def data_received(self, data: bytes) -> None:
+        count = self._request_count
+        # Blank lines are no head (RFC 9112, section 2.2).
+        may_begin = (self._last is None or self._last[1].is_eof()) and not self._upgraded and data.strip(b"\r\n")
+        self._take(data)
+        if self._request_count != count:
+            self._stop_head_limit()
+        elif may_begin and self._head_limit is None:
+            self._head_limit = self._loop.call_later(self.tempo.limits.head_s, self._look_at_head)
+
+    def _look_at_head(self) -> None:
+        """End the connection if the head that has begun is all that it is about."""
+        self._head_limit = None
+        if self.transport is None:
+            return
+        if self._waiter is not None and not self._messages:
+            self.tempo.late_head(self.transport)
+            self.force_close()
+        else:
+            self._head_limit = self._loop.call_later(self.tempo.limits.head_s, self._look_at_head)
+
+    def _stop_head_limit(self) -> None:
+        if self._head_limit is not None:
+            self._head_limit.cancel()
+            self._head_limit = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.transport is not None and not self.patient:
+            self._reader = Reader(self.tempo, self.transport)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reader is not None:
+            self._reader.close()
+
+    def _take(self, data: bytes) -> None:
         count = -1
         while True:
             super().data_received(data)
@@ -233,7 +283,7 @@ async def listen(
         return http.connections - len(manager.connections) - len(lane.connections)
 
     def accepted() -> asyncio.Protocol:
-        return lane.connection(partial(Protocol, manager, http)) if room() > 0 else _Full(http.connections)
+        return lane.connection(partial(Protocol, manager, lane.tempo)) if room() > 0 else _Full(http.connections)
 
     if listener.secure:
         return Handshakes(listener, access, accepted, room, config)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import struct
-import termios
 import time
 from collections.abc import Iterable
+from typing import Any, cast
 
 from aiohttp import web
 
 from agent.errors import Reason, RefusedError
 from agent.http.answers import SERVER
 from agent.http.framing.encoder import Framing
+from agent.http.sockets import untaken
 
 # Written at once: as much as a socket takes in one go, and no more than is worth copying together.
 PIECE_BYTES = 64 << 10
@@ -24,13 +23,14 @@ class SlowReaderError(RefusedError):
     """The client takes nothing of what it was sent."""
 
     def __init__(self, patience_s: float) -> None:
-        super().__init__(Reason.SLOW_READER, f"nothing was read for {patience_s:g} s")
+        super().__init__(Reason.SLOW_READER, f"next to nothing was read for {patience_s:g} s")
 
 
 class Sink:
     """Writes records, of which at most `unread_bytes` wait for the client in this process; who writes more waits.
 
-    A client that takes nothing for `patience_s` while somebody waits has SlowReaderError raised.
+    A client that takes next to nothing (by `bytes_per_s` of [limits]) for `patience_s` while somebody waits has
+    SlowReaderError raised.
     """
 
     def __init__(self, request: web.Request, encoder: Framing, unread_bytes: int, patience_s: float) -> None:
@@ -40,6 +40,7 @@ class Sink:
         self.wrote_at = time.monotonic()
         self._request, self._transport = request, request.transport
         self._limit, self._patience_s = unread_bytes, patience_s
+        self._protocol = cast(Any, request.protocol)
         self._draining: asyncio.Task[None] | None = None
         self.response = web.StreamResponse(
             headers={
@@ -49,6 +50,8 @@ class Sink:
 
     async def open(self) -> None:
         """Send the head, so that the client knows at once that it was let in."""
+        # From here on its own patience counts.
+        self._protocol.patient = True
         await self.response.prepare(self._request)
         self._allow(self._limit)
         if self.encoder.opening:
@@ -84,6 +87,7 @@ class Sink:
             if not self._transport.is_closing():
                 # It may serve other requests.
                 self._transport.set_write_buffer_limits()
+                self._protocol.patient = False
         except SlowReaderError:
             self.abort()
 
@@ -104,7 +108,7 @@ class Sink:
             done, _ = await asyncio.wait([self._draining], timeout=self._patience_s)
             if done:
                 self._draining = None
-            elif self._untaken() >= left:
+            elif left - self._untaken() < max(self._protocol.tempo.limits.bytes_per_s * self._patience_s, 1):
                 raise SlowReaderError(self._patience_s)
 
     def _unread(self) -> int:
@@ -112,11 +116,8 @@ class Sink:
         return self._transport.get_write_buffer_size()
 
     def _untaken(self) -> int:
-        """With what the kernel holds: that says that there is room only when a third of its buffer is free, which takes
-        a reader longer that takes little at a time. TIOCOUTQ: tcp(7), unix(7)."""
-        fd = self._transport.get_extra_info("socket").fileno()
-        (queued,) = struct.unpack("i", fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)))
-        return self._unread() + int(queued)
+        self._check()
+        return untaken(self._transport)
 
     def _check(self) -> None:
         # Of a transport that is closed nothing can be asked.

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import socket
 import stat
+import struct
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agent.config import Http
+from agent.config import Http, Limits
 from agent.errors import AgentError
 
 _BACKLOG = 128
@@ -23,6 +26,7 @@ _BACKLOG = 128
 _PROBES = 4
 # Most kernels count 250 a second.
 _TICK_S = 0.004
+_LIMITS = Limits()
 
 
 class Listener(socket.socket):
@@ -33,10 +37,11 @@ class Listener(socket.socket):
 
 
 @contextlib.contextmanager
-def listening(http: Http, tls: bool = False) -> Iterator[list[Listener]]:
+def listening(http: Http, tls: bool = False, limits: Limits = _LIMITS) -> Iterator[list[Listener]]:
     """Sockets that listen, at least one for each address; with `tls` those speak it that do not say otherwise. When the
     block is left they are closed, and the files of Unix sockets removed. Raises AgentError when an address cannot be
     had."""
+    send_bytes = limits.send_buffer_kib << 10
     with contextlib.ExitStack() as stack:
         listeners = []
         for address in http.addresses:
@@ -44,7 +49,7 @@ def listening(http: Http, tls: bool = False) -> Iterator[list[Listener]]:
                 listeners.append(stack.enter_context(_unix(address, http.unix_mode)))
                 continue
             for family, resolved in _resolved(address.host, address.port):
-                listener = stack.enter_context(_tcp(family, resolved, http.tcp_keepalive_s))
+                listener = stack.enter_context(_tcp(family, resolved, http.tcp_keepalive_s, send_bytes))
                 listener.secure = address.is_secure(tls)
                 listeners.append(listener)
         yield listeners
@@ -78,6 +83,14 @@ def waited_s(transport: asyncio.BaseTransport | None) -> float:
     return max(int.from_bytes(info[52:56], sys.byteorder) / 1e3 - _TICK_S, 0.0)
 
 
+def untaken(transport: asyncio.WriteTransport) -> int:
+    """Bytes that wait for the client, here and in the kernel. That says that there is room only when a third of its
+    buffer is free, which takes a reader longer that takes little at a time. TIOCOUTQ: tcp(7), unix(7)."""
+    fd = transport.get_extra_info("socket").fileno()
+    (queued,) = struct.unpack("i", fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)))
+    return transport.get_write_buffer_size() + int(queued)
+
+
 def _where(address: Any) -> str:
     host, port = address[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -91,13 +104,15 @@ def _resolved(host: str, port: int) -> list[tuple[int, Any]]:
 
 
 @contextlib.contextmanager
-def _tcp(family: int, address: Any, keepalive_s: int) -> Iterator[Listener]:
+def _tcp(family: int, address: Any, keepalive_s: int, send_bytes: int) -> Iterator[Listener]:
     with Listener(family, socket.SOCK_STREAM) as listener:
         with _explained(_where(address)):
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # The kernel counts twice as much, for what it needs itself (socket(7)). A Unix socket has 208 KiB anyway.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes // 2)
             _keep_alive(listener, keepalive_s)
             listener.bind(address)
             listener.listen(_BACKLOG)

@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from aiohttp import StreamReader, web
 from agent import log
 from agent.bell import Bell
 from agent.calls import Call
-from agent.config import Http, StreamOptions
+from agent.config import Http, Limits, StreamOptions
 from agent.errors import Reason, RefusedError
 from agent.http.codecs import OutputTensor
 from agent.http.framing.decoder import Decoder, FramingError, Message
@@ -37,6 +37,7 @@ from agent.http.framing.encoder import Encoder
 from agent.http.framing.records import failure, overflow
 from agent.http.sink import PIECE_BYTES, Sink, SlowReaderError
 from agent.http.stream_calls import Admitted, StreamCalls, timing_of
+from agent.limits.pace import Pace
 from targets.errors import TightfitError
 
 T = TypeVar("T")
@@ -69,14 +70,16 @@ class Stream:
         encoder: Encoder,
         options: StreamOptions,
         http: Http,
+        limits: Limits,
     ) -> None:
         self._content, self._calls = request.content, calls
         self._decoder, self._encoder, self._options, self._http = decoder, encoder, options, http
+        self._limits = limits
         self._log = log.get("stream")
         self._sink = Sink(request, encoder, options.unread_kib << 10, options.patience_s)
         # For the handler: something is done. For the task that reads: there is room.
         self._done, self._room = Bell(), Bell()
-        self._tick_s = min(options.heartbeat_s, options.idle_s, http.body_s) / 4
+        self._tick_s = min(options.heartbeat_s, options.idle_s, http.body_s, limits.pace_s) / 4
         self._reading: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._items: deque[_Item] = deque()
@@ -85,8 +88,9 @@ class Stream:
         self._taken = self._sent = 0
         """Numbers of the last record that came, and of the last that was answered."""
         self._read_at = time.monotonic()
-        self._began_at: float | None = None
-        """Since when a part of a record is there."""
+        self._pace: Pace | None = None
+        """That of a record of which a part is there, and `_came` bytes of it."""
+        self._came = 0
         self._waits_for_input = False
         self._body_ended = False
         self._ended = False
@@ -121,7 +125,8 @@ class Stream:
         try:
             while self._stop is None:
                 if len(self._items) >= self._options.in_flight and self._coming is None:
-                    await self._input(self._room.wait())
+                    with self._not_reading():
+                        await self._input(self._room.wait())
                 elif not await self._take():
                     return
         except asyncio.CancelledError:
@@ -163,8 +168,10 @@ class Stream:
 
     async def _receive(self) -> None:
         """Feed the decoder what comes next, or that nothing does."""
-        if self._decoder.begun and self._began_at is None:
-            self._began_at = time.monotonic()
+        if self._decoder.begun and self._pace is None:
+            self._came = 0
+            limits = self._limits
+            self._pace = Pace(self._http.body_s, limits.bytes_per_s, limits.pace_s, time.monotonic())
         try:
             data = await self._input(self._content.readany())
         except ConnectionError:
@@ -173,10 +180,22 @@ class Stream:
             self.stop(Reason.BAD_REQUEST, f"the body is not valid: {type(error).__name__} {error}"[:200])
             return
         self._read_at = time.monotonic()
+        self._came += len(data)
         self._decoder.feed(data)
         if self._content.at_eof():
             self._body_ended = True
             self._decoder.end()
+
+    @contextlib.contextmanager
+    def _not_reading(self) -> Iterator[None]:
+        """It is the agent that does not read meanwhile, and no fault of the client's."""
+        began, pace, self._pace = time.monotonic(), self._pace, None
+        try:
+            yield
+        finally:
+            if pace is not None:
+                pace.stood_still(time.monotonic() - began)
+            self._pace = pace
 
     async def _input(self, waits: Coroutine[Any, Any, T]) -> T:
         """Wait for the client. This is where a stop ends the task that reads, and nowhere else."""
@@ -188,7 +207,7 @@ class Stream:
 
     def _next_item(self) -> _Item:
         """The place of the record that has come, whatever it is."""
-        self._began_at = None
+        self._pace = None
         item, self._coming = self._coming, None
         return item or self._new_item()
 
@@ -203,10 +222,11 @@ class Stream:
         item = self._new_item()
         call = item.call = self._calls.open()
         try:
-            await self._calls.seat(call)
+            with self._not_reading():
+                await self._calls.seat(call)
         except BaseException as error:  # noqa: BLE001 - that of a cancelled task goes on
             self._decoder.skip()
-            self._began_at = None
+            self._pace = None
             self._fail(item, error)
         else:
             self._coming = item
@@ -323,8 +343,8 @@ class Stream:
         """End a stream whose client is silent, or slow within a record."""
         if not self._waits_for_input:
             return
-        if self._began_at is not None and now - self._began_at >= self._http.body_s:
-            self.stop(Reason.SLOW_BODY, f"a record did not arrive within {self._http.body_s:g} s")
+        if self._pace is not None and (missed := self._pace.too_slow(self._came, now)):
+            self.stop(Reason.SLOW_BODY, f"a record did not arrive {missed}")
         elif not self._items and now - self._read_at >= self._options.idle_s:
             self.stop(Reason.SLOW_BODY, f"nothing came for {self._options.idle_s:g} s, not even a heartbeat")
 

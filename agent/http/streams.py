@@ -91,7 +91,7 @@ class StreamApi:
         self._check_room()
         calls = StreamCalls(target, decoder, encoder, self._gateway, self._repository, self._runs, self.feeds.publish)
         await go_on(request)
-        stream = Stream(request, calls, decoder, encoder, self._options, self._config.http)
+        stream = Stream(request, calls, decoder, encoder, self._options, self._config.http, self._config.limits)
         return await self._run(request, entry.name, stream)
 
     async def results(self, request: web.Request) -> web.StreamResponse:

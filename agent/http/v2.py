@@ -66,11 +66,11 @@ class V2:
         self._gateway = gateway
         self._repository = repository
         self._access = access
-        self._http, self._logs = config.http, config.log
+        self._http, self._limits, self._logs = config.http, config.limits, config.log
         self._version = version
         self._log = log.get("http")
         self._runs = Runs(gateway)
-        self._ensembles = EnsembleApi(gateway, repository, config.http, config.ensembles, self._runs, self._send)
+        self._ensembles = EnsembleApi(gateway, repository, config, self._runs, self._send)
         self._streams = StreamApi(gateway, repository, config, self._runs, self._body_bytes)
         self._sequences = Sequences(gateway, config.requests.sequence_idle_s)
         self._texts = GenerateApi(gateway, config, self._runs, self._settled, self._receive)
@@ -284,7 +284,8 @@ class V2:
         if version not in (None, served.version):
             raise no_version(entry.name, str(version), self._repository.versions(entry.name))
         left_s = call.deadline - time.monotonic()
-        return await read_body(request, limit(served), min(self._http.body_s, max(left_s, 0.001)))
+        body_s = min(self._http.body_s, max(left_s, 0.001))
+        return await read_body(request, limit(served), body_s, self._limits)
 
     def _decode(
         self, body: bytes, encoding: str, header_length: str | None, served: Served, slot: int

@@ -22,6 +22,7 @@ SERIAL = {
     0x16: "control_disabled",
     0x17: "unauthenticated",
     0x18: "forbidden",
+    0x19: "slow_head",
     0x20: "client_queue_full",
     0x21: "queue_full",
     0x22: "shed",

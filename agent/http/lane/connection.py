@@ -33,6 +33,8 @@ from agent.http.lane.heads import Head, Sign
 from agent.http.lane.ways import Asked, Way, answer
 from agent.http.protocol import LINGER_S, READ_BYTES
 from agent.http.sockets import is_secure, waited_s
+from agent.http.tempo import Reader
+from agent.limits.pace import Pace
 from agent.repository import no_version
 from agent.served import Entry
 
@@ -56,7 +58,8 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_asked", "_call", "_cleared", "_client", "_data", "_ended", "_gateway", "_head", "_idle", "_lane", "_last",
-        "_left", "_limit", "_loop", "_otherwise", "_parts", "_reads", "_sends", "_since", "_state", "_transport",
+        "_left", "_limit", "_loop", "_otherwise", "_pace", "_parts", "_reader", "_reads", "_since", "_state",
+        "_transport",
         "_way", "_writes",
     )  # fmt: skip
 
@@ -85,7 +88,8 @@ class Connection(asyncio.Protocol):
         self._since = 0.0
         self._idle: asyncio.TimerHandle | None = None
         self._limit: asyncio.TimerHandle | None = None
-        self._sends: asyncio.TimerHandle | None = None
+        self._pace: Pace | None = None
+        self._reader: Reader | None = None
 
     # --- the connection
 
@@ -99,8 +103,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, _: Exception | None) -> None:
         """Whatever it waits for is given up; what waits in a queue is never run."""
         self._leave()
-        if self._sends is not None:
-            self._sends.cancel()
+        if self._reader is not None:
+            self._reader.close()
         call, self._call = self._call, None
         if call is not None:
             self._gateway.settle(call, Reason.DISCONNECTED)
@@ -110,6 +114,8 @@ class Connection(asyncio.Protocol):
         if state is State.HEAD:
             self._data = self._data + data if self._data else data
             self._go_on()
+            if len(self._data) > READ_BYTES and not self._writes:
+                self._pause_reading()
         elif state is State.BODY:
             self._parts.append(data)
             self._left -= len(data)
@@ -121,9 +127,14 @@ class Connection(asyncio.Protocol):
             self._go_on()
         elif state is not State.CLOSED:
             self._data += data
-            if len(self._data) > READ_BYTES and self._reads:
-                self._reads = False
-                self._transport.pause_reading()
+            if len(self._data) > READ_BYTES:
+                self._pause_reading()
+
+    def _pause_reading(self) -> None:
+        """What came is enough, for now."""
+        if self._reads:
+            self._reads = False
+            self._transport.pause_reading()
 
     def eof_received(self) -> bool:
         """Whether the transport stays open. Over TLS it never does: whoever ends that has left."""
@@ -150,12 +161,12 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._writes = False
-        self._sends = self._loop.call_later(self._lane.http.send_s, self._transport.abort)
+        self._reader = Reader(self._lane.tempo, self._transport)
 
     def resume_writing(self) -> None:
         self._writes = True
-        if self._sends is not None:
-            self._sends.cancel()
+        if self._reader is not None:
+            self._reader.close()
         self._go_on()
 
     def close(self) -> None:
@@ -170,10 +181,16 @@ class Connection(asyncio.Protocol):
         """The lane has nothing to do with it any more."""
         self._state = State.CLOSED
         self._lane.connections.discard(self)
-        for timer in (self._idle, self._limit):
-            if timer is not None:
-                timer.cancel()
+        self._stop_limit()
+        if self._idle is not None:
+            self._idle.cancel()
         self._data, self._parts = b"", []
+
+    def _stop_limit(self) -> None:
+        """What was to come is there, or nobody waits for it any more."""
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
 
     def _hand_over(self) -> None:
         """Let the other protocol have it, with all that was not taken."""
@@ -213,12 +230,18 @@ class Connection(asyncio.Protocol):
                 if head is not Sign.MORE:
                     self._hand_over()
                     return
+                if self._limit is None:
+                    self._limit = self._loop.call_later(self._lane.tempo.limits.head_s, self._head_is_late)
             if self._ended:
                 self.close()
             elif not self._reads:
                 self._reads = True
                 self._transport.resume_reading()
             return
+
+    def _head_is_late(self) -> None:
+        self._leave()
+        self._lane.tempo.late_head(self._transport)
 
     def _read_head(self) -> Head | Sign:
         last = self._head
@@ -243,6 +266,8 @@ class Connection(asyncio.Protocol):
         return True
 
     def _begin(self, head: Head, entry: Entry, way: Way) -> None:
+        if self._limit is not None:
+            self._stop_limit()
         call = self._gateway.open(self._client)
         call.echo, call.priority = head.echo, head.priority
         if head.timeout_s is not None:
@@ -293,8 +318,9 @@ class Connection(asyncio.Protocol):
             return
         self._data, self._parts, self._left = b"", [data] if data else [], length - len(data)
         self._state = State.BODY
-        timeout_s = min(self._lane.http.body_s, max(call.deadline - time.monotonic(), 0.001))
-        self._limit = self._loop.call_later(timeout_s, self._body_is_late, timeout_s)
+        now = time.monotonic()
+        pace = self._pace = self._lane.tempo.pace(min(self._lane.http.body_s, max(call.deadline - now, 0.001)))
+        self._limit = self._loop.call_later(pace.left_s(now), self._look_at_body)
         if not self._reads:
             self._reads = True
             self._transport.resume_reading()
@@ -302,8 +328,7 @@ class Connection(asyncio.Protocol):
     def _complete(self) -> None:
         """The body is there, and perhaps more."""
         call, head = self._call, self._head
-        if self._limit is not None:
-            self._limit.cancel()
+        self._stop_limit()
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts = []
         if call is None or head is None:
@@ -311,8 +336,16 @@ class Connection(asyncio.Protocol):
         self._data = data[head.length :]
         self._run(call, head, data if len(data) == head.length else data[: head.length])
 
-    def _body_is_late(self, timeout_s: float) -> None:
-        self._refuse(too_slow(timeout_s))
+    def _look_at_body(self) -> None:
+        """Refuse one that comes too slowly."""
+        head, pace, now = self._head, self._pace, time.monotonic()
+        if head is None or pace is None:
+            return
+        missed = pace.too_slow(head.length - self._left, now)
+        if not missed:
+            self._limit = self._loop.call_later(pace.left_s(now), self._look_at_body)
+            return
+        self._refuse(too_slow(missed))
         self._go_on()
 
     def _run(self, call: Call, head: Head, body: bytes) -> None:
@@ -354,8 +387,7 @@ class Connection(asyncio.Protocol):
         call, head = self._call, self._head
         if call is None or head is None:
             return
-        if self._limit is not None:
-            self._limit.cancel()
+        self._stop_limit()
         if self._state is not State.BODY and self._state is not State.RUNNING:
             self._left = max(head.length - len(self._data), 0)
             self._data = self._data[head.length :]
@@ -385,8 +417,7 @@ class Connection(asyncio.Protocol):
         if self._left <= 0:
             self._data = data[len(data) + self._left :] if self._left else b""
             self._left = 0
-            if self._limit is not None:
-                self._limit.cancel()
+            self._stop_limit()
             self._next(self._last)
 
     def _next(self, last: bool) -> None:

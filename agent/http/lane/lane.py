@@ -12,6 +12,7 @@ from agent.gateway import Gateway
 from agent.http.lane.connection import Connection
 from agent.http.lane.heads import Head, Heads
 from agent.http.lane.ways import Way, way_of
+from agent.http.tempo import Tempo
 from agent.repository import Repository
 from agent.served import Entry, Served
 
@@ -33,6 +34,7 @@ class Lane:
         taken: Collection[str],
     ) -> None:
         self.gateway, self.repository, self.access, self.http = gateway, repository, access, config.http
+        self.tempo = Tempo(config, gateway.telemetry)
         self.heads = Heads(config.http.header_bytes, config.http.headers)
         self.connections: set[Connection] = set()
         self._largest, self._taken = largest, frozenset(taken)

@@ -17,10 +17,12 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.config import Http
+from agent.config import Config
 from agent.errors import Reason, RefusedError
 from agent.http.bodies import choose_encoding, compress, decompress, read_body
 from agent.http.protocol import Protocol, runner_of
+from agent.http.tempo import Tempo
+from agent.telemetry import Telemetry
 
 LIMIT = 1 << 16
 
@@ -117,7 +119,7 @@ def test_a_client_that_leaves_with_the_last_byte_of_its_body(loop: Callable[[], 
         runner = runner_of(application, 1)
         await runner.setup()
         server = await asyncio.get_running_loop().create_server(
-            partial(Protocol, runner.server, Http()), "127.0.0.1", 0
+            partial(Protocol, runner.server, Tempo(Config(), Telemetry())), "127.0.0.1", 0
         )
         for _ in range(10):
             client = socket.create_connection(server.sockets[0].getsockname())

@@ -1,0 +1,74 @@
+"""What every connection is held to, whichever protocol serves it: how slow its client may be."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from agent.config import Config
+from agent.errors import Reason
+from agent.http.answers import refusal
+from agent.http.lane.ways import answer
+from agent.http.sockets import untaken
+from agent.limits.pace import Pace
+from agent.telemetry import Telemetry
+
+
+class Tempo:
+    """Shared by all connections."""
+
+    def __init__(self, config: Config, telemetry: Telemetry) -> None:
+        self.http, self.limits = config.http, config.limits
+        self._telemetry = telemetry
+
+    def cut(self, transport: asyncio.WriteTransport, reason: Reason, message: str = "") -> None:
+        """End a connection that is nobody's request: with an answer, where there is something to say."""
+        self._telemetry.cut(reason)
+        if message:
+            transport.write(closing(reason, message))
+            transport.close()
+        else:
+            transport.abort()
+
+    def late_head(self, transport: asyncio.WriteTransport) -> None:
+        """End one whose client began a head and does not come to its end."""
+        self.cut(transport, Reason.SLOW_HEAD, f"the head did not arrive within {self.limits.head_s:.3g} s")
+
+    def pace(self, whole_s: float) -> Pace:
+        """That of what begins now."""
+        return Pace(whole_s, self.limits.bytes_per_s, self.limits.pace_s, time.monotonic())
+
+
+class Reader:
+    """Watches a client while more waits for it than may: all of it must leave within `send_s`, and keep pace."""
+
+    __slots__ = ("_pace", "_tempo", "_timer", "_transport", "_waits")
+
+    def __init__(self, tempo: Tempo, transport: asyncio.Transport) -> None:
+        """Begin."""
+        self._tempo, self._transport = tempo, transport
+        self._pace, self._waits = tempo.pace(tempo.http.send_s), untaken(transport)
+        self._arm()
+
+    def close(self) -> None:
+        """It has taken enough."""
+        self._timer.cancel()
+
+    def _arm(self) -> None:
+        left_s = self._pace.left_s(time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
+
+    def _look(self) -> None:
+        if self._transport.is_closing():
+            return
+        if self._pace.too_slow(self._waits - untaken(self._transport), time.monotonic()):
+            self._tempo.cut(self._transport, Reason.SLOW_READER)
+        else:
+            self._arm()
+
+
+def closing(reason: Reason, message: str) -> bytes:
+    """An answer to what is no request, behind which the connection is closed."""
+    response = refusal(reason, message)
+    headers = {name: value for name, value in response.headers.items() if name != "Content-Length"}
+    return answer(response.status, headers, bytes(response.body or b""), {}, close=True)  # type: ignore[arg-type]

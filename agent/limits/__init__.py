@@ -1,0 +1,1 @@
+"""What one client may use of the agent: pure policies, with the time as an argument."""
