@@ -58,6 +58,7 @@ class Served:
     ) -> None:  # fmt: skip
         """Reserves the slab. Raises AgentError when there is no memory for it."""
         self.entry, self.options, self.model, self.images, self.text = entry, options, model, images, text
+        self.version = model.version
         self.key = f"{entry.name}:{model.version}:{next(_numbers)}"
         self.statistics = Statistics()
         self.pool = Pool(model.layout.slots)
@@ -86,10 +87,6 @@ class Served:
     @property
     def name(self) -> str:
         return self.entry.name
-
-    @property
-    def version(self) -> str:
-        return self.model.version
 
     def request(
         self, call: Call, slot: int, shapes: tuple[tuple[int, ...], ...], nbytes: tuple[int, ...],

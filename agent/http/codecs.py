@@ -75,8 +75,10 @@ class Wish:
     classes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class InferRequest:
+# One of each is made for every request: see `agent.request`.
+
+
+class InferRequest(msgspec.Struct, frozen=True):
     """A checked request. `shapes` and `payloads` (raw little-endian, BYTES length-prefixed) follow the contract, which
     is the one for images if `is_image`, and the one without state if it is `part` of a sequence. `priority` 0 stands
     for the model's default."""
@@ -96,8 +98,7 @@ class InferRequest:
         return tuple(wish.index for wish in self.wishes)
 
 
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
+class OutputTensor(msgspec.Struct, frozen=True):
     """One output to encode: its bytes as they stand in the slab."""
 
     spec: TensorSpec

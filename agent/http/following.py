@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import msgspec
 import numpy as np
 from aiohttp import web
+from msgspec import structs
 
 from agent.calls import Call
 from agent.errors import Reason, RefusedError
@@ -84,7 +85,7 @@ class ResultFeeds:
         if shown.nbytes > room:
             shown = replace(shown, id=None, outputs=(), too_large=f"{shown.nbytes} bytes, and {room} are kept of all")
         else:
-            copies = [replace(each, data=np.array(each.data)) for each in outputs]
+            copies = [structs.replace(each, data=np.array(each.data)) for each in outputs]
             shown = replace(shown, outputs=copies)
         await feed.put_when_possible(shown, shown.nbytes)
 
@@ -167,7 +168,7 @@ def shown_record(encoder: Encoder, kept: Kept[Shown]) -> tuple[Record, list[memo
     shown = kept.value
     if shown.too_large:
         return failure(kept.seq, None, RefusedError(Reason.TOO_LARGE, shown.too_large)), []
-    outputs = [replace(each, binary=encoder.binary) for each in shown.outputs]
+    outputs = [structs.replace(each, binary=encoder.binary) for each in shown.outputs]
     try:
         return answer(kept.seq, shown.id, shown.name, shown.version, outputs, shown.timing)
     except RefusedError as error:

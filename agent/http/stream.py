@@ -3,8 +3,9 @@
 Theory of operation. A task reads: it takes the next record when fewer than so many are on their way, has it admitted
 like a request of its own, and only then looks for the one behind it. So what waits without a slot is one small record,
 and the socket holds back the others; a large one has its slot before the rest of it is read, as the body of a request
-has. Admitted records run side by side, each in a task, and so become batches. What is done is written in turn by the
-handler: small outputs are copied out of their slot at once, large ones wait in it.
+has. Admitted records run side by side, each in a task where it waits for more than the engine, and so become batches.
+What is done is written in turn by the handler: small outputs are copied out of their slot at once, large ones wait in
+it.
 
     socket --> decoder --> one at the door --> up to `in_flight` in slots --> in turn --> unread bytes --> socket
                                     each a Call, settled exactly once
@@ -22,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import StreamReader, web
@@ -242,10 +244,12 @@ class Stream:
             request = await self._calls.decode(call, message)
             item.id = message.id if request is None else request.id
             admitted = await self._calls.admit(call, message, request)
+            item.id = admitted.request.id
+            if self._calls.begin(call, admitted, partial(self._answered, item, admitted)):
+                return
         except BaseException as error:  # noqa: BLE001 - that of a cancelled task goes on
             self._fail(item, error)
             return
-        item.id = admitted.request.id
         # It begins when this task waits: what came together is then asked together, and is one batch.
         task = asyncio.create_task(self._finish(item, call, admitted))
         self._tasks.add(task)
@@ -256,16 +260,31 @@ class Stream:
     async def _finish(self, item: _Item, call: Call, admitted: Admitted) -> None:
         """Run an admitted record and make its answer."""
         try:
-            tensors = await self._calls.run(call, admitted)
-            if sum(tensor.data.nbytes for tensor in tensors) < PIECE_BYTES:
-                head, raw = await self._calls.encode(item.seq, item.id, call, tensors)
-                item.data = b"".join([head, *raw])
-                self._settle(item, Reason.OK)
-            else:
-                item.tensors = tensors
-            self._is_done(item)
+            self._made(item, call, await self._calls.run(call, admitted))
         except BaseException as error:  # noqa: BLE001 - that of a cancelled task goes on
             self._fail(item, error)
+
+    def _answered(self, item: _Item, admitted: Admitted, result: Any, error: RefusedError | None) -> None:
+        """The same of one that waited for nothing but the engine, and so has no task: `result` is there, or `error`."""
+        call = item.call
+        if call is None:
+            return
+        try:
+            if error is not None:
+                raise error
+            self._made(item, call, self._calls.outputs(call, admitted, result))
+        except Exception as failed:  # noqa: BLE001 - answered, and logged where it is ours; the server goes on
+            self._fail(item, failed)
+
+    def _made(self, item: _Item, call: Call, tensors: Sequence[OutputTensor]) -> None:
+        """Its outputs stand in the slot, and stay there where they are large."""
+        if sum([tensor.data.nbytes for tensor in tensors]) < PIECE_BYTES:
+            head, raw = self._calls.encode_here(item.seq, item.id, call, tensors)
+            item.data = b"".join([head, *raw])
+            self._settle(item, Reason.OK)
+        else:
+            item.tensors = tensors
+        self._is_done(item)
 
     def _fail(self, item: _Item, error: BaseException) -> None:
         """Answer the record with an error. Raises it when nobody is there to be answered."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from agent.calls import Call
+from msgspec import structs
+
+from agent.calls import Call, Hear
 from agent.errors import Reason, RefusedError
 from agent.gateway import Gateway
 from agent.http.codecs import InferRequest, OutputTensor
@@ -17,6 +19,7 @@ from agent.http.framing.requests import RequestReader
 from agent.http.runs import Runs, outputs_in, write
 from agent.http.tensors import OFF_LOOP_BYTES, OFF_LOOP_RAW_BYTES, answered, is_quick, wished
 from agent.repository import Repository, no_version
+from agent.request import Result
 from agent.sequences import is_long
 from agent.served import Served
 from agent.strings import unpack_strings
@@ -104,23 +107,40 @@ class StreamCalls:
             return Admitted(request)
         quick = sum(map(len, request.payloads)) < OFF_LOOP_RAW_BYTES
         nbytes = await self._runs.in_turn(quick, write, served, slot, request.payloads)
-        return Admitted(replace(request, payloads=()), nbytes)
+        return Admitted(structs.replace(request, payloads=()), nbytes)
+
+    def begin(self, call: Call, admitted: Admitted, hear: Hear) -> bool:
+        """Have it run and `hear` the engine's result, or why there is none, where nothing but the engine is waited for:
+        whether that is so. Raises RefusedError."""
+        served, _ = call.seat
+        request = admitted.request
+        if request.payloads or served.cached or served.entry.options.results_bytes:
+            return False
+        self._gateway.submit(call, request.shapes, admitted.nbytes, request.wanted)
+        call.then(hear)
+        return True
+
+    def outputs(self, call: Call, admitted: Admitted, result: Result) -> list[OutputTensor]:
+        """What the engine made of a record, in its slot."""
+        served, slot = call.seat
+        made = outputs_in(served, slot, result)
+        return wished(served.model.contract, admitted.request, made, served.labels)
 
     async def run(self, call: Call, admitted: Admitted) -> list[OutputTensor]:
         """Its outputs, shown to those who follow the model. They stand in the slot until the call is settled. Raises
         RefusedError or ImageError."""
-        served, slot = call.seat
-        request, contract = admitted.request, served.model.contract
+        served, _ = call.seat
+        request = admitted.request
         if request.is_image and served.images is not None:
             (image,) = unpack_strings(memoryview(request.payloads[0]), 1)
             made = await self._runs.image(call, served.images, image)
             outputs = await self._runs.off_loop(answered, served.images.contract, request, made)
         elif request.payloads:
             tensors = await self._runs.tensors(call, request.shapes, request.payloads, request.wanted)
-            outputs = wished(contract, request, tensors, served.labels)
+            outputs = wished(served.model.contract, request, tensors, served.labels)
         else:
             result = await self._gateway.infer(call, request.shapes, admitted.nbytes, request.wanted)
-            outputs = wished(contract, request, outputs_in(served, slot, result), served.labels)
+            outputs = self.outputs(call, admitted, result)
         await self._publish(call, request.id, outputs)
         return outputs
 
@@ -134,22 +154,23 @@ class StreamCalls:
         """(the record up to its raw tensors, views of these). Raises RefusedError(NOT_JSON) as `tensors_of` does."""
         size = sum(output.data.nbytes for output in outputs)
         quick = size < OFF_LOOP_BYTES or all(output.binary for output in outputs)
-        return await self._runs.in_turn(quick, self._encode, seq, id_, call, outputs)
+        return await self._runs.in_turn(quick, self.encode_here, seq, id_, call, outputs)
 
-    def settle(self, call: Call, reason: Reason, message: str = "") -> None:
-        """The end of a call; what it still waits for is given up."""
-        self._gateway.settle(call, reason, message)
-
-    def _encode(
+    def encode_here(
         self,
         seq: int,
         id_: str | None,
         call: Call,
         outputs: Sequence[OutputTensor],
     ) -> tuple[bytes, list[memoryview]]:
+        """The same of outputs that are small."""
         served, _ = call.seat
         record, raw = answer(seq, id_, served.name, served.version, outputs, timing_of(call))
         return self._encoder.encode(record, raw), raw
+
+    def settle(self, call: Call, reason: Reason, message: str = "") -> None:
+        """The end of a call; what it still waits for is given up."""
+        self._gateway.settle(call, reason, message)
 
     async def _decode(self, call: Call, served: Served, message: Message) -> InferRequest:
         if self._reader is None or self._reader[0] is not served:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 from aiohttp import web
+from msgspec import structs
 
 from agent import log
 from agent.access.access import Access
@@ -299,7 +299,7 @@ class V2:
         decoded = decode_infer(body, header_length, contract.whole, images, kept)
         if decoded.is_image or decoded.part or is_long(contract, decoded.shapes):
             return decoded, ()
-        return replace(decoded, payloads=()), write(served, slot, decoded.payloads)
+        return structs.replace(decoded, payloads=()), write(served, slot, decoded.payloads)
 
     async def _stream(self, request: web.Request, head: bytes, raw: list[memoryview]) -> web.StreamResponse:
         """Send raw outputs out of the slot. Raises CutOffError when the client does not take them in time."""

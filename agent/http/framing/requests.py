@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec import structs
 
 from agent.http.codecs import Head, InferRequest, Wish, read_head, split_body
 from agent.http.framing.decoder import Message
@@ -35,7 +35,7 @@ class RequestReader:
             return self._image(message)
         request = self._tensors(message)
         self._encoder.check(binary=any(wish.binary for wish in request.wishes))
-        return request if message.id is None or request.id is not None else replace(request, id=message.id)
+        return request if message.id is None or request.id is not None else structs.replace(request, id=message.id)
 
     def _tensors(self, message: Message) -> InferRequest:
         json, tensors = split_body(message.body, message.header_length)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from agent.calls import Call
 from agent.http.answers import SERVER
@@ -100,7 +100,7 @@ class Way:
         head = read_head(json, self.served.model.contract.whole, nbytes=len(binary))
         request = head.request(binary)
         sizes = write(self.served, slot, request.payloads)
-        asked = Asked(replace(request, payloads=()), sizes, request.wanted)
+        asked = Asked(structs.replace(request, payloads=()), sizes, request.wanted)
         if len(json) <= _REMEMBERED_BYTES and _is_fixed(head) and sum(sizes) == len(binary):
             self._remember(json, head, asked)
         elif not binary and not request.id and _is_fixed(head):
