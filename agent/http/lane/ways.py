@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from http import HTTPStatus
 
-import numpy as np
 from msgspec import UNSET, structs
 
 from agent.calls import Call
@@ -90,9 +89,9 @@ class Way:
         at = plain.json_length
         known = self._known.get(body[:at]) if 0 <= at < len(body) else None
         if known is not None and known.nbytes == len(body) - at:
-            slab = self.served.slab
+            slab, binary = self.served.slab, memoryview(body)[at:]
             for index, start, nbytes in known.places:
-                slab.input(slot, index)[:nbytes] = np.frombuffer(body, np.uint8, nbytes, at + start)
+                slab.put(slot, index, binary[start : start + nbytes])
             return known
         if plain.header_length is None and (again := self._with_other_data(body, slot)) is not None:
             return again
@@ -160,11 +159,13 @@ class Way:
     def encode(self, call: Call, asked: Asked, result: Result, accept: str | None, close: bool) -> bytes:
         """The answer as it is sent. Raises RefusedError where an output cannot be said in the form asked for."""
         served, slot = call.seat
-        made = outputs_in(served, slot, result)
-        shapes = tuple([shape for shape, _ in made])
+        shapes = tuple([output.shape for output in result.outputs])
         if asked.answer is not None and asked.shapes == shapes and not call.echo and not close:
             before, behind = asked.answer
-            return b"".join((before, date(), behind, *[data.data for _, data in made]))
+            slab = served.slab
+            raw = [slab.seen(slot, output.index, output.nbytes) for output in result.outputs]
+            return b"".join((before, date(), behind, *raw))
+        made = outputs_in(served, slot, result)
         tensors = wished(served.model.contract, asked.request, made)
         fixed = all(
             wish.binary and tensor.spec.dtype is not DType.STRING

@@ -68,6 +68,22 @@ def test_both_ends_see_one_memory() -> None:
     assert seen[4] == 4
 
 
+def test_small_tensors_are_copied_to_their_place_and_no_further() -> None:
+    slab = Slab.create(Layout.of(contract_of([5], [3]), 2))
+    slab.put(1, 0, memoryview(bytes([1, 2, 3])))
+    assert slab.input(1, 0).tolist() == [1, 2, 3, 0, 0]
+    assert not slab.input(0, 0).any()
+    slab.output(1, 0)[:] = [7, 8, 9]
+    assert slab.seen(1, 0, 2).tolist() == [7, 8]
+    for slot, nbytes in ((1, 6), (2, 1), (-1, 1)):
+        with pytest.raises(ValueError, match="has room for 5"):
+            slab.put(slot, 0, memoryview(bytes(nbytes)))
+    for slot, nbytes in ((1, 4), (2, 1), (-1, 1)):
+        with pytest.raises(ValueError, match="has room for 3"):
+            slab.seen(slot, 0, nbytes)
+    slab.close()
+
+
 def slabs_in_memory() -> int:
     return Path("/proc/self/maps").read_text().count("tightfit-slab")
 
@@ -78,6 +94,7 @@ def test_a_slab_that_is_closed_is_no_more_in_memory() -> None:
     slab = Slab.create(Layout.of(contract_of([5], [3]), 2))
     slab.input(0, 0)[:] = 1
     slab.output(1, 0)
+    slab.put(0, 0, memoryview(b"1"))
     assert slabs_in_memory() == before + 1
     slab.close()
     assert slabs_in_memory() == before
