@@ -130,7 +130,7 @@ def test_an_engine_that_loads_for_too_long(good: Path, tmp_path: Path) -> None:
 def test_systemd_hears_ready_and_stopping(good: Path, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(10)
+        manager.settimeout(60)
         with serving(good, tmp_path / "log", env={"NOTIFY_SOCKET": str(tmp_path / "notify")}) as agent:
             assert manager.recv(64) == b"READY=1"
             assert agent.stop() == 0

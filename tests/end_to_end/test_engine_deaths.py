@@ -30,7 +30,7 @@ class Client:
     wrong: list[str] = field(default_factory=list)
 
     def run(self, stop: threading.Event) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         connection.connect()
         connection.auto_open = False
         due = time.monotonic()
@@ -67,7 +67,7 @@ class Client:
 def test_no_connection_is_lost_and_each_request_is_answered_once(tmp_path: Path, number: signal.Signals) -> None:
     """Answered with what it asked for, or that the engine is gone; and the next engine answers all."""
     config = tmp_path / "agent.toml"
-    config.write_text("[engine]\nhang_s = 0.5\n")
+    config.write_text("[engine]\nhang_s = 3.0\n")
     bundle = bundles.picking(tmp_path / "picking.tfb")
     with serving(bundle, tmp_path / "log", "--config", str(config)) as agent:
         clients = [Client(each, agent.port) for each in range(CLIENTS)]

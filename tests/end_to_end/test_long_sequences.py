@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ from compile.shapes import parse_shape
 from compile.windows import parse_split
 from targets.board import load_board
 from tests.support import bundles
-from tests.support.agents import Agent, serving
+from tests.support.agents import Agent, serving, until
 from tests.support.models import init, model, node, normal, save, value
 
 LONGEST = 5000
@@ -97,7 +96,7 @@ def test_as_long_as_it_may_be_and_no_longer(agent: Agent, source: Path) -> None:
     assert agent.metric("tightfit_pass_seconds_count") == before + 1 + -(-(LONGEST - 256) // 248)
     status, refused = ask(agent, normal(2, 8, LONGEST + 1), binary=True)
     assert (status, "the bundle was compiled for 1..5000 there" in str(refused["error"])) == (400, True)
-    assert agent.metric("tightfit_in_flight") == 0
+    until(lambda: agent.metric("tightfit_in_flight") == 0)
 
 
 def test_one_deadline_for_all_windows(agent: Agent) -> None:
@@ -108,21 +107,24 @@ def test_one_deadline_for_all_windows(agent: Agent) -> None:
 
 def test_what_cannot_be_done_in_time_is_not_begun(tmp_path: Path) -> None:
     """One window can be, all of them cannot."""
-    with serving(bundles.slow(tmp_path / "slow.tfb", longest=80), tmp_path / "log") as agent:
+    config = tmp_path / "agent.toml"
+    config.write_text("[requests]\ntimeout_s = 120\n")
+    bundle = bundles.slow(tmp_path / "slow.tfb", longest=80)
+    with serving(bundle, tmp_path / "log", "--config", str(config)) as agent:
 
         def asked(length: int, **parameters: int) -> tuple[int, str]:
             x = {"name": "x", "datatype": "FP32", "shape": [length], "data": [1.0] * length}
-            turns = {"name": "turns", "datatype": "INT64", "shape": [1], "data": [150_000]}
+            turns = {"name": "turns", "datatype": "INT64", "shape": [1], "data": [600_000]}
             status, body, _ = agent.post({"inputs": [x, turns], "parameters": parameters})
             return status, json.loads(body).get("error", "")
 
-        took_s = float("inf")
+        took_s = []
         for _ in range(5):
-            started = time.monotonic()
+            before_s = agent.metric("tightfit_pass_seconds_sum")
             assert asked(4)[0] == 200
-            took_s = min(took_s, time.monotonic() - started)
+            took_s.append(agent.metric("tightfit_pass_seconds_sum") - before_s)
         before = agent.metric("tightfit_pass_seconds_count")
-        status, error = asked(80, timeout=int(4e6 * took_s))
+        status, error = asked(80, timeout=int(10e6 * min(took_s)))
         assert (status, error[:33]) == (504, "the answer would be there in abou")
         assert agent.metric("tightfit_pass_seconds_count") == before
         assert asked(80)[0] == 200

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +22,7 @@ from compile.shapes import parse_shape
 from targets.board import load_board
 from targets.bundle import Residency
 from tests.support import bundles
-from tests.support.agents import Agent, run_agent, serving
+from tests.support.agents import Agent, run_agent, serving, stopped, until
 from tests.support.models import init, model, node, normal, save, value
 
 WIDTH, SEGMENTS, SLOTS = 512, 4, 4
@@ -60,35 +57,32 @@ def data_of(answer: tuple[int, bytes, dict[str, str]]) -> list[float]:
 @contextlib.contextmanager
 def waiting(agent: Agent, bodies: list[bytes]) -> Iterator[list[Future[tuple[int, bytes, dict[str, str]]]]]:
     """Requests of which the first runs and the others are ready, in a moment that lasts as long as the block."""
-    with ThreadPoolExecutor(len(bodies)) as threads:
-        os.kill(agent.engine_pid, signal.SIGSTOP)
-        try:
-            answers = []
-            for at, body in enumerate(bodies):
-                answers.append(threads.submit(agent.post, body))
-                until(agent, "tightfit_running", 1)
-                until(agent, "tightfit_queue_depth", at)
-            yield answers
-        finally:
-            os.kill(agent.engine_pid, signal.SIGCONT)
+    with ThreadPoolExecutor(len(bodies)) as threads, stopped(agent.engine_pid):
+        answers = []
+        for at, body in enumerate(bodies):
+            answers.append(threads.submit(agent.post, body))
+            until(lambda: agent.metric("tightfit_running") == 1)
+            until(lambda: agent.metric("tightfit_queue_depth") == at)  # noqa: B023 - ended before the next turn
+        yield answers
 
 
-def until(agent: Agent, name: str, number: float) -> None:
-    end = time.monotonic() + 20
-    while agent.metric(name) != number:
-        assert time.monotonic() < end, f"{name} stays {agent.metric(name)}"
-        time.sleep(0.01)
+@pytest.fixture
+def patience(tmp_path: Path) -> tuple[str, str]:
+    """The options of an agent whose engine may stand still for long."""
+    config = tmp_path / "agent.toml"
+    config.write_text("[requests]\ntimeout_s = 120\n[engine]\nhang_s = 120\n")
+    return "--config", str(config)
 
 
-def test_those_that_wait_share_a_pass(tmp_path: Path) -> None:
+def test_those_that_wait_share_a_pass(tmp_path: Path, patience: tuple[str, str]) -> None:
     """Four requests in two passes, with the very answers that each gets alone."""
-    with serving(chain(tmp_path, Residency.HEAP), tmp_path / "log") as agent:
+    with serving(chain(tmp_path, Residency.HEAP), tmp_path / "log", *patience) as agent:
         alone = [data_of(agent.post(request_of(rows))) for rows in (1, 2, 3, 4)]
         with waiting(agent, [request_of(rows) for rows in (1, 2, 3, 4)]) as answers:
             pass
         assert [data_of(answer.result()) for answer in answers] == alone
         assert agent.metric("tightfit_pass_seconds_count") == 8
-    with serving(chain(tmp_path, Residency.STREAMED), tmp_path / "log") as agent:
+    with serving(chain(tmp_path, Residency.STREAMED), tmp_path / "log", *patience) as agent:
         assert [data_of(agent.post(request_of(rows))) for rows in (1, 2, 3, 4)] == alone
         passes, streamed = agent.metric("tightfit_pass_seconds_count"), agent.metric("tightfit_streamed_bytes_total")
         assert passes == 4
@@ -104,11 +98,11 @@ def test_those_that_wait_share_a_pass(tmp_path: Path) -> None:
     assert "error" not in agent.log
 
 
-def test_who_gave_up_before_it_began_is_no_part_of_it(tmp_path: Path) -> None:
-    with serving(chain(tmp_path, Residency.STREAMED), tmp_path / "log") as agent:
+def test_who_gave_up_before_it_began_is_no_part_of_it(tmp_path: Path, patience: tuple[str, str]) -> None:
+    with serving(chain(tmp_path, Residency.STREAMED), tmp_path / "log", *patience) as agent:
         alone = [data_of(agent.post(request_of(rows))) for rows in (1, 3)]
-        bodies = [request_of(1), request_of(2, timeout=2_000_000), request_of(3)]
-        with waiting(agent, bodies) as (first, late, last):
+        bodies = [request_of(1), request_of(3), request_of(2, timeout=3_000_000)]
+        with waiting(agent, bodies) as (first, last, late):
             status, body, _ = late.result()
             assert (status, "deadline" in json.loads(body)["error"]) == (504, True)
             assert agent.metric("tightfit_queue_depth") == 1
@@ -117,7 +111,7 @@ def test_who_gave_up_before_it_began_is_no_part_of_it(tmp_path: Path) -> None:
         # What runs goes on to its end, though nobody waits for it, and the slot is free again.
         with waiting(agent, [request_of(1, timeout=300_000)]) as (late,):
             assert late.result()[0] == 504
-        until(agent, "tightfit_in_flight", 0)
+        until(lambda: agent.metric("tightfit_in_flight") == 0)
         assert data_of(agent.post(request_of(3))) == alone[1]
 
 

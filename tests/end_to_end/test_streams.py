@@ -18,7 +18,7 @@ import pytest
 
 from targets.bundle import read_manifest
 from tests.support import bundles
-from tests.support.agents import ROOT, Agent, asking, serving, until
+from tests.support.agents import ROOT, Agent, asking, serving, stopped, until
 from tests.support.bundles import rewrite
 from tests.support.streams import FRAMES, Exchange, Record, pick, stream
 
@@ -74,7 +74,7 @@ def run_clients(agent: Agent, meanwhile: object) -> list[Client]:
         until(lambda: all(len(client.records) >= 10 for client in clients))
         meanwhile(clients)  # type: ignore[operator]
         back = [len(client.records) for client in clients]
-        until(lambda: all(len(each.records) >= at + 20 for each, at in zip(clients, back, strict=True)))
+        until(lambda: all(len(each.records) >= at + 40 for each, at in zip(clients, back, strict=True)))
     assert [client.wrong for client in clients] == [[]] * STREAMS
     assert [len(client.records) for client in clients] == [client.sent for client in clients]
     return clients
@@ -87,7 +87,10 @@ def test_an_engine_that_is_killed_ends_no_stream(tmp_path: Path) -> None:
         with Exchange(agent, "/v2/events") as events:
 
             def kill(_: list[Client]) -> None:
-                os.kill(agent.engine_pid, signal.SIGKILL)
+                pid = agent.engine_pid
+                with stopped(pid):
+                    until(lambda: agent.metric("tightfit_running") >= 1)
+                    os.kill(pid, signal.SIGKILL)
                 until(lambda: agent.metric("tightfit_engine_restarts_total") == 1)
                 until(lambda: agent.metric("tightfit_engine_up") == 1)
 

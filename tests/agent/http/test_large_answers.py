@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,10 +12,10 @@ import pytest
 
 from targets.tensor import DType
 from tests.support import bundles
-from tests.support.agents import Agent, serving
+from tests.support.agents import Agent, serving, until
 
 SHAPE = (1024, 1024)
-SEND_S = 1.0
+SEND_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +57,6 @@ def test_a_client_that_does_not_read_gives_its_slot_back(agent: Agent) -> None:
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         silent.connect(("127.0.0.1", agent.port))
         silent.sendall(head + body)
-        started = time.monotonic()
         status, _, _ = agent.post(*request_of(agent, np.ones(SHAPE, np.float32)))
         assert status == 200
-        assert time.monotonic() - started < SEND_S + 10
-    assert '"slow_reader"' in agent.log or "slow_reader" in agent.request("/metrics")[1].decode()
+    until(lambda: agent.metric("tightfit_requests_total", reason="slow_reader") == 1)

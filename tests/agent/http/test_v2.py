@@ -22,7 +22,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from targets.bundle import read_manifest
 from targets.tensor import DType
 from tests.support import bundles
-from tests.support.agents import Agent, serving
+from tests.support.agents import Agent, serving, until
 from tests.support.wire import LANES
 
 INFER = "/v2/models/add/infer"
@@ -46,7 +46,7 @@ def good(values: Any = (1,) * 8) -> dict[str, Any]:
     return {"inputs": [{"name": n, "shape": [1, 8], "datatype": "FP32", "data": list(values)} for n in "ab"]}
 
 
-def raw(agent: Agent, data: bytes, timeout: float = 10) -> bytes:
+def raw(agent: Agent, data: bytes, timeout: float = 60) -> bytes:
     """Send bytes as they are and read until the server closes."""
     with socket.create_connection(("127.0.0.1", agent.port), timeout) as connection:
         connection.sendall(data)
@@ -257,18 +257,23 @@ def test_health_is_answered_while_a_large_body_is_parsed(tmp_path: Path) -> None
         body = (
             b'{"inputs":[{"name":"x","datatype":"FP32","shape":[%d],"data":[' % count + b"0.5," * (count - 1) + b"1]}]}"
         )
-        answer = threads.submit(agent.post, body)
-        took = []
-        while not answer.done():
-            started = time.perf_counter()
-            assert agent.request("/v2/health/live")[0] == 200
-            took.append(time.perf_counter() - started)
-            time.sleep(0.02)
-        status, text, _ = answer.result()
-    assert status == 200
-    assert text.endswith(b"0.5,1.0]}]}")
-    # Without threads and pieces this is the better part of a second.
-    assert max(took) < 0.25
+
+        def longest_s() -> float:
+            """Of all that is asked until the body is answered."""
+            answer = threads.submit(agent.post, body)
+            took = []
+            while not answer.done():
+                started = time.perf_counter()
+                assert agent.request("/v2/health/live")[0] == 200
+                took.append(time.perf_counter() - started)
+                time.sleep(0.02)
+            status, text, _ = answer.result()
+            assert status == 200
+            assert text.endswith(b"0.5,1.0]}]}")
+            return max(took)
+
+        # Without threads and pieces it is the better part of a second every time, whatever else the machine does.
+        assert any(longest_s() < 0.25 for _ in range(6))
 
 
 def test_connections_past_the_limit_are_told_so(tmp_path: Path) -> None:
@@ -277,17 +282,14 @@ def test_connections_past_the_limit_are_told_so(tmp_path: Path) -> None:
     with serving(bundle, tmp_path / "log", "--config", str(tmp_path / "a.toml")) as agent:
         with contextlib.ExitStack() as kept:
             for _ in range(3):
-                connection = kept.enter_context(socket.create_connection(("127.0.0.1", agent.port), 5))
+                connection = kept.enter_context(socket.create_connection(("127.0.0.1", agent.port), 60))
                 connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
                 assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
             answer = raw(agent, b"")
             assert answer.startswith(b"HTTP/1.1 503 ")
             assert b"3 connections are open, which is the limit" in answer
         # Until the agent has seen that they are closed.
-        end = time.monotonic() + 10
-        while (status := agent.request("/v2/health/live")[0]) == 503 and time.monotonic() < end:
-            time.sleep(0.01)
-        assert status == 200
+        until(lambda: agent.request("/v2/health/live")[0] == 200)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +300,7 @@ def test_ids_are_echoed_on_answers_errors_and_heads_of_streams(agent: Agent, pat
     data = None if path in ("/v2", "/nowhere", "/v2/events") else json.dumps(good()).encode()
     request = urllib.request.Request(agent.url + path, data, {"X-Request-Id": "a7", "traceparent": trace})  # noqa: S310
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=60) as response:  # noqa: S310
             headers = response.headers
     except urllib.error.HTTPError as error:
         with error:
