@@ -146,7 +146,7 @@ def test_parameters_that_clients_send(client: Any) -> None:
     value = rows()
     metadata = client.get_model_metadata("add")
     result = client.infer(
-        "add", pair(value, True), model_version=metadata["versions"][0], priority=1, timeout=5_000_000,
+        "add", pair(value, True), model_version=metadata["versions"][0], priority=1, timeout=60_000_000,
         sequence_id=3, sequence_start=True, sequence_end=True, parameters={"note": "x"}, headers={"X-Trace": "1"},
     )  # fmt: skip
     np.testing.assert_array_equal(result.as_numpy("total"), value + value)
@@ -279,7 +279,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
         lambda result: result.as_numpy("picked").tolist() == [[b"8.0:7", b"7.0:6"], [b"16.0:7", b"15.0:6"]],
     ),
     "infer, urgently": (
-        lambda c: c.infer(**picked(priority=1, timeout=5_000_000, parameters={"mine": "x", "n": 7})),
+        lambda c: c.infer(**picked(priority=1, timeout=60_000_000, parameters={"mine": "x", "n": 7})),
         lambda result: total(result) == 136,
     ),
     "infer of a sequence": (
@@ -380,7 +380,7 @@ def test_the_model_repository(tmp_path: Path) -> None:
         assert states() == {"add": "READY", "copy": "READY"}
         given = http.InferInput("x", [2, 3], "FP32")
         given.set_data_from_numpy(np.ones((2, 3), np.float32))
-        result = client.infer("copy", [given], priority=1, timeout=5_000_000)
+        result = client.infer("copy", [given], priority=1, timeout=60_000_000)
         np.testing.assert_array_equal(result.as_numpy("y"), np.ones((2, 3), np.float32))
         client.unload_model("copy")
         assert not client.is_model_ready("copy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 BIN = Path(sys.executable).parent
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 
 
 def block(first_words: str) -> str:
@@ -30,15 +31,22 @@ def block(first_words: str) -> str:
     return found[0]
 
 
+def free_port() -> int:
+    """One that stays free until it is used: no connection is given it by chance."""
+    for port in range(20_000, 30_000):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
+
+
 class Reader:
     """Somebody who types what the README says, in one folder, on a port of their own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "scripts").symlink_to(ROOT / "scripts")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = str(free.getsockname()[1])
+        self.port = str(free_port())
         path = os.pathsep.join([str(BIN), os.environ["PATH"]])
         self.environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
 
@@ -89,7 +97,7 @@ def served(reader: Reader, compiled: str) -> Iterator[Reader]:
         yield reader
     finally:
         agent.terminate()
-        status = agent.wait(30)
+        status = agent.wait(60)
         agent.stdout.close()
     assert status == 0
 

@@ -101,19 +101,21 @@ def test_which_coding_a_response_gets(accept: str | None, binary: bool, nbytes: 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_a_client_that_leaves_with_the_last_byte_of_its_body(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    became: list[str] = []
-
-    async def handler(request: web.Request) -> web.Response:
-        try:
-            await read_body(request, LIMIT, 10)
-            await asyncio.sleep(1)
-        except (ConnectionError, asyncio.CancelledError):
-            became.append("left")
-            raise
-        became.append("stayed")
-        return web.Response()
-
     async def serve() -> None:
+        came: asyncio.Queue[web.Request] = asyncio.Queue()
+        became: asyncio.Queue[str] = asyncio.Queue()
+
+        async def handler(request: web.Request) -> web.Response:
+            came.put_nowait(request)
+            try:
+                await read_body(request, LIMIT, 10)
+                await asyncio.sleep(60)
+            except (ConnectionError, asyncio.CancelledError):
+                became.put_nowait("left")
+                raise
+            became.put_nowait("stayed")
+            return web.Response()
+
         application = web.Application()
         application.router.add_post("/", handler)
         runner = runner_of(application, 1)
@@ -124,14 +126,13 @@ def test_a_client_that_leaves_with_the_last_byte_of_its_body(loop: Callable[[], 
         for _ in range(10):
             client = socket.create_connection(server.sockets[0].getsockname())
             client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n1")
-            await asyncio.sleep(0.01)
+            await came.get()
             # The server's loop, which is this one, finds both at once.
             client.sendall(b"2")
             client.close()
-            await asyncio.sleep(0.01)
+            assert await became.get() == "left"
         server.close()
         await runner.cleanup()
 
     with contextlib.closing(loop()) as running:
         running.run_until_complete(serve())
-    assert became == ["left"] * 10
