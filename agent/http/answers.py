@@ -15,7 +15,7 @@ from agent import log
 from agent.errors import TABLE, Reason, RefusedError
 from agent.http.bodies import EXPECTATION
 from agent.http.echo import echoed
-from targets.errors import TightfitError
+from targets.errors import ContractError, TightfitError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -57,9 +57,10 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         return json({"error": f"Expect: {expectation[:40]!r}; available: {_CONTINUE}"}, 417)
     try:
         return await handler(request)
-    except (RefusedError, ConnectionError) as error:
+    except (RefusedError, ContractError, ConnectionError) as error:
         # Nobody is there to read that the client went away.
-        return refusal(error.reason if isinstance(error, RefusedError) else Reason.DISCONNECTED, str(error))
+        gone = Reason.DISCONNECTED, str(error)
+        return refusal(*(gone if isinstance(error, ConnectionError) else judged(error)))
     except web.HTTPException as error:
         if request.method == "OPTIONS" and (methods := error.headers.get("Allow", _EVERY.get(request.raw_path))):
             return web.Response(status=204, headers={"Allow": f"{methods},OPTIONS", **SERVER})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +17,12 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from agent.http.classification import check_classes
-from agent.http.json_data import pack_json, unpack_json
+from agent.http.json_data import SLICED_BYTES, cut_data, pack_json, unpack_json
+from agent.http.strict_json import check, check_integers, invalid
 from agent.request import Part
 from agent.strings import PREFIX_BYTES, pack_strings, unpack_strings
 from targets.errors import ContractError, did_you_mean
@@ -40,6 +41,8 @@ _SHARED_MEMORY = "shared_memory_region"
 # Escapes ("\u00e9") and pretty-printing make JSON this much longer than its elements, generously.
 _JSON_BYTES_PER_ELEMENT = 64
 _HEAD_BYTES = 64 << 10
+# All that a request says beside its data, generously: to look for keys given twice takes a while.
+_BESIDE_BYTES = 1 << 20
 
 
 class _Input(msgspec.Struct, frozen=True):
@@ -194,7 +197,9 @@ def read_head(
     Without a JSON part it is Triton's raw binary request: the `nbytes` that follow are the only input, and all outputs
     are answered as raw bytes.
     """
-    parsed = _parse_head(head) if head else _raw_head(contract, nbytes)
+    # What is in a string may look like the end of data.
+    whole = any(spec.dtype is DType.STRING for spec in contract.inputs)
+    parsed = _parse_head(head, whole) if head else _raw_head(contract, nbytes)
     given = {item.name: (_dtype(item), item.shape) for item in parsed.inputs}
     if len(given) != len(parsed.inputs):
         raise ContractError("two inputs have one name", "name each input once")
@@ -263,15 +268,32 @@ def _header_length(text: str | None, available: int) -> int:
     return length
 
 
-def _parse_head(head: bytes) -> _Head:
+def _parse_head(head: bytes, whole: bool = True) -> _Head:
+    """Read the JSON part; not as a `whole` where it is so large that this would keep everybody else waiting."""
+    if whole or len(head) < SLICED_BYTES:
+        return _parse(head)
+    cut = cut_data(head)
+    if cut is None or len(cut.text) > _HEAD_BYTES:
+        return _parse(head)
+    try:
+        parsed = _parse(cut.text)
+        items = [replace(item, data=cut.put_back(item.data)) for item in parsed.inputs]
+    except (ContractError, KeyError):
+        # Whatever it is, it is judged as it came.
+        return _parse(head)
+    # Data that is no input's was not looked at.
+    return _parse(head) if cut.lists else replace(parsed, inputs=items)
+
+
+def _parse(head: bytes) -> _Head:
     try:
         parsed = _head_decoder.decode(head)
         if head.count(b":") > _least_keys(parsed):
-            _refuse_duplicate_keys(head, [item.data for item in parsed.inputs if isinstance(item.data, Raw)])
-    except RecursionError:
-        raise ContractError("the JSON is nested too deeply", "data needs one level per dimension") from None
-    except (msgspec.DecodeError, ValueError) as error:
-        raise ContractError(f"not a valid infer request: {error}") from None
+            _check_strictly(head, [item.data for item in parsed.inputs if isinstance(item.data, Raw)])
+        if parsed.parameters:
+            check_integers(parsed.parameters.values())
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise invalid("infer request", head, error) from None
     return parsed
 
 
@@ -287,7 +309,7 @@ def _keys(parameters: Parameters) -> int:
     return 1 + len(parameters) if parameters else 0
 
 
-def _refuse_duplicate_keys(head: bytes, data: Sequence[Raw]) -> None:
+def _check_strictly(head: bytes, data: Sequence[Raw]) -> None:
     """A key given twice means two readers may see two requests. Data is cut out first: it holds no keys."""
     kept: list[Payload] = []
     at = 0
@@ -295,7 +317,10 @@ def _refuse_duplicate_keys(head: bytes, data: Sequence[Raw]) -> None:
         kept += [head[at:start], b"0"]
         at = end
     kept.append(head[at:])
-    _strict.decode(str(b"".join(kept), "utf-8"))
+    text = b"".join(kept)
+    if len(text) > _BESIDE_BYTES:
+        raise ValueError(f"it has more than {human(_BESIDE_BYTES)} beside its data")
+    check(text)
 
 
 def _span(head: bytes, raw: Raw) -> tuple[int, int]:
@@ -307,16 +332,6 @@ def _span(head: bytes, raw: Raw) -> tuple[int, int]:
 def _address(buffer: Any) -> int:
     address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
     return address
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a key is given twice in one object")
-    return fields
-
-
-_strict = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def _dtype(item: _Input) -> DType:
@@ -418,7 +433,7 @@ def _timeout(parameters: Parameters) -> float | None:
     """Parameter `timeout`, in microseconds as in Triton; 0 means none."""
     value = parameters.get("timeout", 0)
     if type(value) is not int or value < 0:
-        raise ContractError(f"parameter timeout is {value!r}", "it must be a whole number of microseconds")
+        raise ContractError(f"parameter timeout is {value!r}"[:200], "it must be a whole number of microseconds")
     return value / 1e6 if value else None
 
 

@@ -31,6 +31,7 @@ from agent.http.framing.encoder import Framing
 from agent.http.framing.events import MEDIA_TYPE as EVENTS
 from agent.http.runs import Runs
 from agent.http.sink import Sink, SlowReaderError
+from agent.http.strict_json import decode
 from agent.served import Served
 from targets.errors import ContractError, TightfitError, did_you_mean
 
@@ -261,10 +262,7 @@ def _event(value: Any) -> bytes:
 
 def parse(body: bytes) -> Wanted:
     """Read a request. Raises ContractError that says what is wrong."""
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ContractError(f"not a valid generate request: {error}", 'send {"text_input": "..."} as UTF-8') from None
+    fields = decode(body, dict[str, Any], "generate request", 'send {"text_input": "..."} as UTF-8')
     prompt = fields.pop("text_input", None)
     parameters = fields.pop("parameters", {})
     if not isinstance(prompt, str):

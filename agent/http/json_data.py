@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
+import re
+import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Raw
+from msgspec import Meta, Raw, UnsetType
 from numpy.typing import NDArray
 
 from agent.errors import Reason, RefusedError
@@ -34,6 +37,16 @@ _STRUCT_CODES = {
 # JSON numbers are read and written in pieces that take about a millisecond.
 _PIECE_BYTES = 64 << 10
 _PIECE_ELEMENTS = 8 << 10
+SLICED_BYTES = 1 << 20
+"""JSON past this is nowhere read in one call: as long as that takes, no other thread has its turn."""
+# Searched at once, and by how much two searches overlap: what they look for is shorter, or is not found.
+_STEP_BYTES, _SEAM_BYTES = 256 << 10, 4096
+_MOST_DEPTH = 64
+_DATA = re.compile(rb'"data"[ \t\r\n]{0,256}:[ \t\r\n]{0,256}\[')
+# Of numbers, true and false.
+_BLANKS, _VALUES = b" \t\r\n", b"0123456789+-.eEtrufals"
+_ZEROS = bytes.maketrans(_VALUES, b"0" * len(_VALUES))
+_UNBRACKETED = bytes.maketrans(b"[]", b"  ")
 
 
 def pack_json(data: Raw | bytes, spec: TensorSpec, shape: list[int]) -> bytes:
@@ -48,6 +61,8 @@ def pack_json(data: Raw | bytes, spec: TensorSpec, shape: list[int]) -> bytes:
     try:
         if depth == 1 and spec.dtype is not DType.STRING:
             return _pack_numbers(memoryview(data), spec, math.prod(shape))
+        if len(memoryview(data)) > SLICED_BYTES and spec.dtype is not DType.STRING:
+            return _pack_nested(memoryview(data), spec, shape)
         values = _data_decoder(spec.dtype, depth).decode(data)
         return _pack(values, spec, shape if depth > 1 else [math.prod(shape)])
     except RecursionError:
@@ -79,6 +94,103 @@ def _pack_numbers(data: memoryview, spec: TensorSpec, count: int) -> bytes:
     if found != count:
         raise ValueError(f"data has {_elements([found])}, its shape needs {_elements([count])}")
     return b"".join(packed)
+
+
+def _pack_nested(data: memoryview, spec: TensorSpec, shape: Sequence[int]) -> bytes:
+    """The same of nested lists. Without its values a piece must be the next part of what brackets and commas of that
+    shape are, and without brackets it must be a flat list; and no bracket may touch a value from its wrong side."""
+    decoder, code = _data_decoder(spec.dtype, 1), _STRUCT_CODES[spec.dtype]
+    brackets = _brackets(shape)
+    packed: list[bytes] = []
+    at, seen = 0, 0
+    while at < len(data):
+        piece = bytes(data[at : at + _PIECE_BYTES])
+        last = at + len(piece) == len(data)
+        if not last:
+            cut = piece.rfind(b",")
+            if cut < 0:
+                raise ValueError("a number is longer than any number needs to be")
+            piece = piece[: cut + 1]
+        zeros = piece.translate(_ZEROS, _BLANKS)
+        skeleton = zeros.translate(None, b"0")
+        if not brackets.startswith(skeleton, seen) or b"0[" in zeros or b"]0" in zeros:
+            raise ValueError(f"data is not nested as its shape {list(shape)} needs")
+        flat = piece.translate(_UNBRACKETED)
+        packed.append(_pack_piece(decoder.decode(b"[" + (flat if last else flat[:-1]) + b"]"), code, spec))
+        at, seen = at + len(piece), seen + len(skeleton)
+    if seen != len(brackets):
+        raise ValueError(f"data is not nested as its shape {list(shape)} needs")
+    return b"".join(packed)
+
+
+def _brackets(shape: Sequence[int]) -> bytes:
+    """Brackets and commas of nested lists of that shape."""
+    *outer, inner = shape
+    text = b"[" + b"," * (inner - 1) + b"]"
+    for size in reversed(outer):
+        text = b"[" + b",".join([text] * size) + b"]"
+    return text
+
+
+@dataclass
+class Cut:
+    """A request in JSON without its data: in `text` stands a string for each of `lists`, which no client can know."""
+
+    text: bytes
+    lists: dict[bytes, memoryview]
+
+    def put_back(self, data: Raw | UnsetType) -> Raw | UnsetType:
+        """The list that this stands for, once. Raises KeyError where it is none of them."""
+        return Raw(self.lists.pop(bytes(data))) if isinstance(data, Raw) else data
+
+
+def cut_data(text: bytes) -> Cut | None:
+    """Cut every list out that is given as `data`, in short steps; None where one has no end that can be seen. What is
+    cut out is not looked at, and is as long as a list of numbers would be."""
+    kept: list[bytes] = []
+    lists: dict[bytes, memoryview] = {}
+    mark, at = secrets.token_hex(8).encode("ascii"), 0
+    for start in _starts(text):
+        if start < at:
+            continue
+        depth = _nesting(memoryview(text)[start:], limit=_MOST_DEPTH)
+        end = _end(text, start, depth)
+        if end < 0:
+            return None
+        name = b'"%b%d"' % (mark, len(lists))
+        kept += [text[at:start], name]
+        lists[name] = memoryview(text)[start:end]
+        at = end
+    kept.append(text[at:])
+    return Cut(b"".join(kept), lists)
+
+
+def _starts(text: bytes) -> Iterator[int]:
+    """Where the lists begin."""
+    at = 0
+    while at < len(text):
+        found = _DATA.search(text, at, at + _STEP_BYTES)
+        if found is None:
+            at += _STEP_BYTES - _SEAM_BYTES
+            continue
+        yield found.end() - 1
+        at = found.end()
+
+
+def _end(text: bytes, start: int, depth: int) -> int:
+    """Behind the list that begins there with so many brackets; -1 where that cannot be seen."""
+    if depth == 1:
+        return text.find(b"]", start) + 1 or -1
+    closing = _closing(depth)
+    for at in range(start, len(text), _STEP_BYTES - _SEAM_BYTES):
+        if found := closing.search(text, at, at + _STEP_BYTES):
+            return found.end()
+    return -1
+
+
+@functools.lru_cache(maxsize=_MOST_DEPTH)
+def _closing(depth: int) -> re.Pattern[bytes]:
+    return re.compile(rb"\](?:[ \t\r\n]*\]){%d}" % (depth - 1))
 
 
 def _pack_piece(values: list[Any], code: str, spec: TensorSpec) -> bytes:

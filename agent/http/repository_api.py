@@ -14,6 +14,7 @@ from aiohttp import web
 from agent.errors import Reason, RefusedError
 from agent.http.answers import SERVER, json
 from agent.http.bodies import read_body
+from agent.http.strict_json import decode
 from agent.repository import Repository
 from targets.errors import TightfitError, did_you_mean
 
@@ -70,10 +71,7 @@ class RepositoryApi:
 async def _body(request: web.Request, kind: type[Any]) -> Any:
     """The request's body, which may be empty."""
     data = await read_body(request, _MOST_BYTES, _BODY_S)
-    try:
-        return msgspec.json.decode(data, type=kind) if data.strip() else kind()
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RefusedError(Reason.BAD_REQUEST, f"not a valid repository request: {error}") from None
+    return decode(data, kind, "repository request") if data.strip() else kind()
 
 
 def _parameters(change: _Change, known: tuple[str, ...]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from agent.errors import Reason, RefusedError
 from agent.http.answers import json
 from agent.http.bodies import read_body
 from agent.http.ensembles import EnsembleApi
+from agent.http.strict_json import decode
 from agent.repository import Repository
 from targets.errors import did_you_mean
 
@@ -89,10 +90,7 @@ class SettingsApi:
 async def _unchanged(request: web.Request, settings: Mapping[str, Any], why: str) -> web.Response:
     """The settings, unless the request asks for others; null stands for what holds anyway."""
     body = await read_body(request, _MOST_BYTES, _BODY_S)
-    try:
-        wanted = msgspec.json.decode(body, type=dict[str, Any]) if body.strip() else {}
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RefusedError(Reason.BAD_REQUEST, f"not a valid request for settings: {error}") from None
+    wanted = decode(body, dict[str, Any], "request for settings") if body.strip() else {}
     for name, value in wanted.items():
         if name not in settings:
             raise RefusedError(
