@@ -50,8 +50,9 @@ def scrape(tmp_path_factory: pytest.TempPathFactory) -> Scrape:
             shown.setdefault(sample.name, set()).update(sample.labels)
         if family.type == "histogram":
             shown[family.name] = {label for sample in family.samples for label in sample.labels} - {"le"}
-    # Nothing was degraded, so these have no samples yet.
+    # Nothing was degraded or cut, so these have no samples yet.
     shown["tightfit_degradations_total"] = {"cause", "to"}
+    shown["tightfit_connections_cut_total"] = {"reason"}
     for name in ("tightfit_stood_in_total", "tightfit_streams"):
         shown[name] = {"model"}
     return shown
