@@ -46,6 +46,8 @@ LANES = {"fast lane": b"", "aiohttp": FIRST}
 """What a connection begins with."""
 PAIRS = 64
 """Connections of each lane at once."""
+# Of each model. A request whose body does not come holds one, until its connection is given up.
+SLOTS = 48
 # How long nothing has to come before what came is taken for all: under load, and to judge again.
 QUIET_S, PATIENT_S = 0.4, 2.0
 # A connection that is not closed so long after a FIN is not going to be.
@@ -484,10 +486,10 @@ async def _quiet(agent: Agent) -> State:
 @contextlib.contextmanager
 def fuzzed(folder: Path) -> Iterator[Agent]:
     """An agent with `MODELS`."""
-    bundles.adding(folder / "adding.tfb")
+    bundles.adding(folder / "adding.tfb", SLOTS)
     for name, (kind, shape) in MODELS.items():
         if name != "adding":
-            bundles.identity(folder / f"{name}.tfb", next(each for each in DType if each.oip == kind), shape)
+            bundles.identity(folder / f"{name}.tfb", next(each for each in DType if each.oip == kind), shape, SLOTS)
     models = "".join(f'[[models]]\nbundle = "{folder / name}.tfb"\n' for name in MODELS)
     (folder / "agent.toml").write_text(SETTINGS + models)
     with serving(None, folder / "log", "--config", str(folder / "agent.toml")) as agent:

@@ -220,13 +220,14 @@ def add(folder: Path, slots: int = 2) -> Path:
     return write_bundle(folder, [first, second], contract, sample, plan=plan_of(contract, slots))
 
 
-def adding(folder: Path) -> Path:
+def adding(folder: Path, slots: int = 2) -> Path:
     """`y` = the sum of `x`, FP32[1,2]: the model of the examples in docs/streams.md."""
     x, y = dense("x", DType.FLOAT32, 1, 2), dense("y", DType.FLOAT32, 1, 1)
-    node = helper.make_node("MatMul", ["x", "ones"], ["y"])
-    return write_bundle(
-        folder, [model_of([node], [x], [y], {"ones": np.ones((2, 1), np.float32)})], Contract((x,), (y,), {})
+    model = model_of(
+        [helper.make_node("MatMul", ["x", "ones"], ["y"])], [x], [y], {"ones": np.ones((2, 1), np.float32)}
     )
+    contract = Contract((x,), (y,), {})
+    return write_bundle(folder, [model], contract, plan=plan_of(contract, slots))
 
 
 def slow(folder: Path, slots: int = 2, longest: int = 0) -> Path:
