@@ -101,11 +101,15 @@ def test_who_reads_nothing_costs_no_more_than_its_answer(agent: Agent, lane: Seq
     with serving(bundle, tmp_path / "log", "--config", str(config)) as other:
         assert _asked(other, large(*lane, binary=True)).status == 200
         before = Process.of(other.process.pid).anonymous
-        for _ in range(3):
+        for given_up in range(1, 4):
             with Peer(("127.0.0.1", other.port), receive=4096) as client:
                 client.send(large(*lane, binary=True))
-                until(lambda: other.metric("tightfit_in_flight") == 1)
-                # It is given up, and its slot is another's.
-                until(lambda: other.metric("tightfit_in_flight") == 0)
-        assert other.metric("tightfit_requests_total", reason="slow_reader") == 3
+                until(lambda: _given_up(other) == given_up)  # noqa: B023 - over before the next turn
+                # Its slot is another's.
+                assert other.metric("tightfit_in_flight") == 0
         assert Process.of(other.process.pid).anonymous < before + 32 * MIB
+
+
+def _given_up(agent: Agent) -> float:
+    """Requests whose answer was not taken."""
+    return sum(agent.metric("tightfit_requests_total", reason=reason) for reason in ("slow_reader", "disconnected"))
