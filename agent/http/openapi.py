@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from agent.access.callers import need_of
 from agent.calls import REQUEST_ID, TRACE_PARENT
 from agent.http.classification import MOST_CLASSES
 from agent.http.codecs import HEADER_LENGTH
@@ -42,8 +43,21 @@ def document(version: str, models: Iterable[Described]) -> dict[str, Any]:
         infer = _Operation("post", path, f"infer.{model.name}", f"Run {model.name}", _INFERRED, body, _URGENCY)
         paths[path] = {"post": infer.described()}
     info = {"title": "tightfit-agent", "version": version, "description": "Open Inference Protocol v2"}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+    return {
+        "openapi": "3.1.0",
+        "info": info,
+        "security": _SECURITY,
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": _SCHEMES},
+    }
 
+
+_SCHEMES = {
+    "token": {"type": "http", "scheme": "bearer"},
+    "certificate": {"type": "mutualTLS", "description": "a certificate of the client's"},
+}
+# What the agent is configured to ask for, which may be nothing.
+_SECURITY: list[dict[str, list[str]]] = [{}, {"token": []}, {"certificate": []}]
 
 # --- schemas
 
@@ -245,6 +259,8 @@ class _Operation:
             "parameters": parameters,
             "responses": {"200": answered, "4XX": errors, "5XX": errors},
         }
+        if not need_of(self.method.upper(), self.path).roles:
+            described["security"] = []
         if self.body is not None:
             described["requestBody"] = {"required": self.body_required, "content": _content(self.body)}
         return described

@@ -27,6 +27,7 @@ import msgspec
 from yarl import URL
 
 from agent.load.arrivals import Arrival, Pick
+from agent.load.credentials import Credentials
 from agent.load.histogram import Histogram
 from agent.load.samples import Kind, Message, Metadata
 from agent.load.streams import Streams
@@ -263,12 +264,13 @@ def _strerror(error: OSError) -> str:
 
 
 @contextlib.asynccontextmanager
-async def session_of(connections: int) -> AsyncIterator[aiohttp.ClientSession]:
+async def session_of(connections: int, credentials: Credentials | None = None) -> AsyncIterator[aiohttp.ClientSession]:
     """At most so many connections, each kept alive; no compression, no cookies, no proxy."""
-    connector = aiohttp.TCPConnector(limit=connections, ttl_dns_cache=None)
+    credentials = credentials or Credentials()
+    connector = aiohttp.TCPConnector(limit=connections, ttl_dns_cache=None, ssl=credentials.context())
     async with aiohttp.ClientSession(
         connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
-        skip_auto_headers=_NO_HEADERS, headers={"User-Agent": "tightfit-agent bench"},
+        skip_auto_headers=_NO_HEADERS, headers={"User-Agent": "tightfit-agent bench", **credentials.headers},
     ) as session:  # fmt: skip
         yield session
 

@@ -18,6 +18,7 @@ from yarl import URL
 
 from agent.load.arrivals import Share, Spacing, arrivals, picks
 from agent.load.client import MAX_CONNECTIONS, Client, metadata_of, run, session_of
+from agent.load.credentials import Credentials
 from agent.load.plot import Line, plot
 from agent.load.report import Report, Run, Slo, run_of, table
 from agent.load.samples import MAX_BYTES, Form, Kind, Metadata, file_messages, random_messages, read_inputs
@@ -61,10 +62,11 @@ class Plan:
     mix: tuple[tuple[str, float, Path], ...]
     slos: tuple[Slo, ...]
     seed: int
+    credentials: Credentials
 
 
 def bench(
-    url: Annotated[str, typer.Argument(help="The model: http://HOST:PORT/v2/models/NAME, of this agent or another.")],
+    url: Annotated[str, typer.Argument(help="The model: http[s]://HOST:PORT/v2/models/NAME, of any server.")],
     *,
     rate: Annotated[str, typer.Option(help="Requests a second; several are measured one by one: 50,80,120.")] = "",
     load: Annotated[
@@ -107,6 +109,13 @@ def bench(
         list[str] | None, typer.Option(help="Exit with 1 unless kept at every rate: p99=50ms, p99.9=0.2s, max=1s.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of arrivals, values and choices.")] = 0,
+    ca: Annotated[Path | None, typer.Option(help="Authorities to trust, PEM, instead of the system's.")] = None,
+    cert: Annotated[Path | None, typer.Option(help="Certificate to show, PEM.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Its key, PEM.")] = None,
+    token: Annotated[
+        str,
+        typer.Option(envvar="TIGHTFIT_TOKEN", help="Bearer token; the environment hides it from others."),
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     json_output: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
     svg: Annotated[Path | None, typer.Option("--plot", help="Draw latency by percentile, FILE.svg.")] = None,
@@ -149,6 +158,7 @@ def bench(
         mix=(("all", 1.0, samples),) if samples else _mix(mix or []),
         slos=tuple(map(Slo.parse, slo or [])),
         seed=seed,
+        credentials=Credentials(ca, cert, key, token),
     )
     _check_times(plan)
     report, lines = run(lambda stop: _measure(plan, stop))
@@ -168,7 +178,7 @@ def _check_times(plan: Plan) -> None:
 
 async def _measure(plan: Plan, stop: asyncio.Event) -> tuple[Report, list[Line]]:
     async with contextlib.AsyncExitStack() as stack:
-        session = await stack.enter_async_context(session_of(plan.connections))
+        session = await stack.enter_async_context(session_of(plan.connections, plan.credentials))
         metadata, takes_binary = await metadata_of(session, plan.base, plan.path, _METADATA_S)
         binary = takes_binary if plan.tensors is None else plan.tensors == "binary"
         form = Form(f"{plan.path}/infer", binary, _parameters(plan), image_path=not plan.stream)

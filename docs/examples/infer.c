@@ -2,6 +2,10 @@
  *
  *     cc -std=c99 -o infer infer.c $(pkg-config --cflags --libs libcurl)
  *     ./infer http://127.0.0.1:8080/v2/models/m/infer 1 -2 0.5      y for each pair that follows another: -1, -1.5
+ *
+ * Over https (docs/security.md) the environment says whom to trust and who asks, as far as that is needed:
+ *
+ *     TIGHTFIT_CA=ca.pem TIGHTFIT_TOKEN=... TIGHTFIT_CERT=camera.pem TIGHTFIT_KEY=camera.key
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -70,6 +74,23 @@ static int ask(CURL *curl, const float x[2])
     return 1;
 }
 
+static struct curl_slist *identify(CURL *curl, struct curl_slist *headers)
+{
+    static const struct { const char *name; CURLoption option; } files[] = {
+        {"TIGHTFIT_CA", CURLOPT_CAINFO}, {"TIGHTFIT_CERT", CURLOPT_SSLCERT}, {"TIGHTFIT_KEY", CURLOPT_SSLKEY},
+    };
+    const char *token = getenv("TIGHTFIT_TOKEN");
+    for (size_t at = 0; at < sizeof files / sizeof *files; at++)
+        if (getenv(files[at].name) != NULL)
+            curl_easy_setopt(curl, files[at].option, getenv(files[at].name));
+    if (token != NULL) {
+        char field[600];
+        snprintf(field, sizeof field, "Authorization: Bearer %s", token);
+        headers = curl_slist_append(headers, field);
+    }
+    return headers;
+}
+
 int main(int argc, char **argv)
 {
     char length[64];
@@ -85,6 +106,7 @@ int main(int argc, char **argv)
     headers = curl_slist_append(headers, length);
     headers = curl_slist_append(headers, "Content-Type: application/octet-stream");
     headers = curl_slist_append(headers, "Request-Timeout-Ms: 1000");
+    headers = identify(curl, headers);
     curl_easy_setopt(curl, CURLOPT_URL, argv[1]);
     curl_easy_setopt(curl, CURLOPT_HTTPHEADER, headers);
     curl_easy_setopt(curl, CURLOPT_WRITEFUNCTION, take);

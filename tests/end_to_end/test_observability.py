@@ -188,6 +188,9 @@ CASES: dict[str, tuple[dict[str, str], int, bool]] = {
         {'tightfit_door_depth{model="m"}': "0 32x9", 'tightfit_door_room{model="m"}': "64x9"}, 5, False),
     "TightfitDegraded": ({"tightfit_degradation_level": "0 2x9"}, 9, True),
     "TightfitDegraded, briefly": ({"tightfit_degradation_level": "0 2 2 0x9"}, 9, False),
+    "TightfitCertificateExpires": ({"tightfit_certificate_expires_seconds": "600000x9"}, 9, True),
+    "TightfitCertificateExpires, in a month": ({"tightfit_certificate_expires_seconds": "2600000x9"}, 9, False),
+    "TightfitCertificateExpires, without TLS": ({"tightfit_certificate_expires_seconds": "0x9"}, 9, False),
     "TightfitMemoryOverPlan": (
         {'tightfit_memory_bytes{process="gateway", model=""}': "60x9",
          'tightfit_memory_bytes{process="engine", model="m"}': "60x9",

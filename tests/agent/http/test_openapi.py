@@ -10,6 +10,7 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from agent.access.access import Access
+from agent.access.callers import NEEDS
 from agent.config import Config
 from agent.gateway import Gateway
 from agent.http.openapi import Described, document
@@ -49,6 +50,15 @@ async def routed() -> set[tuple[str, str]]:
 def test_every_route_is_described_and_nothing_else_is(described: dict[str, Any]) -> None:
     found = {(method, path) for path, methods in document("0", [])["paths"].items() for method in methods}
     assert found == asyncio.run(routed())
+
+
+def test_every_route_says_what_it_needs(described: dict[str, Any]) -> None:
+    """What the table of access lacks would be for administrators alone."""
+    for method, path in asyncio.run(routed()):
+        assert f"{method.upper()} {path.replace('/versions/{version}', '')}" in NEEDS
+    open_to_all = {path for path, methods in described["paths"].items() if methods.get("get", {}).get("security") == []}
+    assert "/v2/health/live" in open_to_all
+    assert "/metrics" not in open_to_all
 
 
 def test_it_is_valid(described: dict[str, Any]) -> None:

@@ -22,8 +22,10 @@ import numpy as np
 import pytest
 
 from agent.__main__ import main
+from agent.access.tokens import line_of, make
 from tests.support import bundles, images
 from tests.support.agents import COMMAND, ROOT, Agent, serving, until
+from tests.support.certificates import Authority
 
 METADATA = {"name": "m", "versions": ["1"], "inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4]}]}
 Bench = Callable[..., tuple[int, str, str]]
@@ -408,3 +410,34 @@ def test_a_model_that_is_not_there(add: Agent, bench: Bench) -> None:
 def test_options_that_are_refused(bench: Bench, arguments: list[str], words: str) -> None:
     url = [] if arguments[0].partition(":")[2] else ["http://127.0.0.1:1/v2/models/m"]
     assert words in refused(bench(*url, *arguments))
+
+
+@pytest.mark.parametrize("form", [(), ("--stream",)])
+def test_over_tls_with_a_token_and_a_certificate(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: tuple[str, ...]
+) -> None:
+    authority = Authority(tmp_path / "ca")
+    shown, own = authority.server(), authority.issue("bench")
+    token = make()
+    (tmp_path / "tokens").write_text(line_of("bench", token))
+    (tmp_path / "agent.toml").write_text(
+        f'[tls]\ncertificate = "{shown.certificate}"\nkey = "{shown.key}"\n'
+        f'client_ca = "{authority.own.certificate}"\nclient_certificate = "required"\n'
+        f'[access]\nanonymous = []\ntokens = "{tmp_path / "tokens"}"\n[[callers]]\nname = "bench"\ninfer = ["add"]\n'
+    )
+    bundle = bundles.add(tmp_path / "add.tfb")
+    with serving(bundle, tmp_path / "log", "--config", str(tmp_path / "agent.toml")) as agent:
+        url = f"https://localhost:{agent.port}/v2/models/add"
+        files = ("--ca", authority.own.certificate, "--cert", own.certificate, "--key", own.key)
+        rate = ("--rate", "50", "--requests", "20", "--warmup", "0", "--shape", "a=1,8", "--shape", "b=1,8", *form)
+        code, _, err = bench(url, *files, *rate)
+        assert (code, "401" in err) == (2, True), err
+        monkeypatch.setenv("TIGHTFIT_TOKEN", token)
+        code, out, err = bench(url, *files, *rate, "--json")
+        assert code == 0, err
+        assert json.loads(out)["runs"][0]["all"]["failures"] == {}
+        assert token not in out
+        code, _, err = bench(url, "--ca", own.key, *rate)
+        assert (code, f"--ca {own.key}: " in err) == (2, True), err
+        code, _, err = bench(url, "--cert", own.certificate, *rate)
+        assert (code, "--cert and --key go together" in err) == (2, True), err
