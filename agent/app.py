@@ -170,9 +170,13 @@ async def _listen(
     api = V2(gateway, repository, access, config, version())
     runner = runner_of(api.application(), _FLUSH_S)
     await runner.setup()
-    watch = gateway.telemetry.watch_one
-    watch("tightfit_certificate_expires_seconds", "When, since 1970; 0 without TLS.", lambda: access.expires)
-    watch("tightfit_handshakes_failed", "Connections that TLS came to nothing on.", lambda: access.handshakes_failed)
+    telemetry = gateway.telemetry
+    telemetry.watch_one(
+        "tightfit_certificate_expires_seconds", "When, since 1970; 0 without TLS.", lambda: access.expires
+    )
+    telemetry.watch_one_count(
+        "tightfit_handshakes_failed", "Connections that TLS came to nothing on.", lambda: access.handshakes_failed
+    )
     try:
         with listening(config.http, access.speaks_tls, config.limits) as listeners:
             servers = [await listen(runner, api.lane, config, access, listener) for listener in listeners]

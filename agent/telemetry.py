@@ -165,6 +165,10 @@ class Telemetry:
         """Show `read()` as a gauge of the agent as a whole."""
         Gauge(name, text, registry=self._registry).set_function(read)
 
+    def watch_one_count(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Show `read()`, which only grows, as a counter of the agent as a whole."""
+        self._registry.register(_One(name, text, read))
+
     def degraded(self, cause: str, up: bool) -> None:
         """The level of degradation has changed."""
         self._degradations.labels(cause, "up" if up else "down").inc()
@@ -299,6 +303,14 @@ class _Watched(Collector):
         for labels, value in sums.items():
             family.add_metric(labels, value)
         yield family
+
+
+class _One(Collector):
+    def __init__(self, name: str, text: str, read: Callable[[], float]) -> None:
+        self._name, self._text, self._read = name, text, read
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(self._name, self._text, value=self._read())
 
 
 class _Rows(Collector):
