@@ -252,12 +252,17 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     A head must be there within `head_s` of its first byte. Bodies, records and answers must move on: in every `pace_s`
     at `bytes_per_s` on average (0: at any rate). `send_buffer_kib` bounds what the kernel keeps of an answer for a
     client that does not read: left to itself it would keep megabytes.
+
+    One client, which is a caller by name or an address, may have `client_connections` and `client_streams` (0: all that
+    there are). Where all connections are taken, the client that has most gives an idle one up for one that has fewer.
     """
 
     head_s: Seconds = 10.0
     bytes_per_s: Annotated[int, Meta(ge=0, le=1 << 30)] = 240
     pace_s: Annotated[float, Meta(ge=0.1, le=3600)] = 10.0
     send_buffer_kib: Annotated[int, Meta(ge=16, le=1 << 16)] = 256
+    client_connections: Bound = 0
+    client_streams: Bound = 0
 
 
 class EnsembleOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

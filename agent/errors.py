@@ -24,6 +24,7 @@ class Reason(str, enum.Enum):
     FORBIDDEN = "forbidden"
     DISCONNECTED = "disconnected"
     SLOW_READER = "slow_reader"
+    CLIENT_BUSY = "client_busy"
     QUEUE_FULL = "queue_full"
     CLIENT_QUEUE_FULL = "client_queue_full"
     SHED = "shed"
@@ -101,6 +102,9 @@ TABLE: dict[Reason, Answer] = {
     # How busy the server is and how much one client asks are different things to a client: RFC 6585, section 4.
     Reason.CLIENT_QUEUE_FULL: Answer(
         429, 1, Mqtt.QUOTA_EXCEEDED, 0x20, "as many requests of this client wait as may of one"
+    ),
+    Reason.CLIENT_BUSY: Answer(
+        429, 1, Mqtt.QUOTA_EXCEEDED, 0x28, "as many connections, streams or requests of this client are open as may be"
     ),
     Reason.QUEUE_FULL: Answer(503, 1, Mqtt.QUOTA_EXCEEDED, 0x21, "as many requests wait as may"),
     # As long as the least time for which a level of degradation holds.

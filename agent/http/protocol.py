@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, StreamReader, hdrs, web
@@ -34,6 +34,8 @@ LINGER_S = 2.0
 # What a connection holds of a body that nobody reads yet; twice as much and one read of the loop at most.
 READ_BYTES = 64 << 10
 _MAX_ERROR_CHARACTERS = 500
+# So many may shake hands while all places are taken.
+_NEWCOMERS = 16
 
 
 class Protocol(web.RequestHandler):
@@ -92,7 +94,24 @@ class Protocol(web.RequestHandler):
         self._last: tuple[Any, StreamReader] | None = None
         self._request_factory = partial(_request, manager.request_factory)
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # It had a place in the lane.
+        peer = transport.get_extra_info("peername")
+        self.tempo.places.add(self, str(peer[0]) if isinstance(peer, tuple | list) else str(peer or ""))
+        super().connection_made(transport)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for a request."""
+        return self._waiter is not None and not self._messages
+
+    def give_up(self) -> None:
+        """Close it for somebody else to come."""
+        self.force_close()
+        self.tempo.places.remove(self)
+
     def connection_lost(self, exc: BaseException | None) -> None:
+        self.tempo.places.remove(self)
         self._stop_head_limit()
         if self._reader is not None:
             self._reader.close()
@@ -113,7 +132,7 @@ class Protocol(web.RequestHandler):
         self._head_limit = None
         if self.transport is None:
             return
-        if self._waiter is not None and not self._messages:
+        if self.is_idle:
             self.tempo.late_head(self.transport)
             self.force_close()
         else:
@@ -249,23 +268,6 @@ def _request(factory: Callable[..., web.BaseRequest], message: Any, *rest: Any) 
     return request
 
 
-class _Full(asyncio.Protocol):
-    """Answers a connection past the limit, and closes it."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        body = msgspec.json.encode({"error": f"{self._limit} connections are open, which is the limit"})
-        head = (
-            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-            f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        stream = cast(asyncio.WriteTransport, transport)  # uvloop's do not derive from it
-        stream.write(head.encode() + body)
-        stream.close()
-
-
 def runner_of(application: web.Application, shutdown_s: float) -> web.AppRunner:
     """What owns the connections. A handler is cancelled when its client goes, so that nobody's request is run."""
     return web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s)
@@ -277,13 +279,13 @@ async def listen(
     """Accept connections. Each begins in the lane."""
     loop = asyncio.get_running_loop()
     manager: Any = runner.server
-    http = config.http
 
     def room() -> int:
-        return http.connections - len(manager.connections) - len(lane.connections)
+        # Who comes when all places are taken may yet have another's, which is known when he is.
+        return max(config.http.connections - len(lane.tempo.places), _NEWCOMERS)
 
     def accepted() -> asyncio.Protocol:
-        return lane.connection(partial(Protocol, manager, lane.tempo)) if room() > 0 else _Full(http.connections)
+        return lane.connection(partial(Protocol, manager, lane.tempo))
 
     if listener.secure:
         return Handshakes(listener, access, accepted, room, config)

@@ -52,7 +52,8 @@ class StreamApi:
         self._options = config.streams
         self._epoch = new_epoch()
         self.feeds = ResultFeeds(self._epoch, config.streams.patience_s)
-        self._open: dict[_Exchange, str] = {}
+        self._open: dict[_Exchange, tuple[str, str]] = {}
+        """The model and the client of each."""
         self._hangups = Hangups()
         gateway.on_drain.append(self._stop)
         watch = gateway.telemetry.watch
@@ -88,7 +89,7 @@ class StreamApi:
             self._largest,
             echoed(request.headers),
         )
-        self._check_room()
+        self._check_room(request)
         calls = StreamCalls(target, decoder, encoder, self._gateway, self._repository, self._runs, self.feeds.publish)
         await go_on(request)
         stream = Stream(request, calls, decoder, encoder, self._options, self._config.http, self._config.limits)
@@ -99,7 +100,7 @@ class StreamApi:
         entry = self._entry(request)
         feed = self.feeds.of(entry)
         encoder = encoder_of(request.headers.get("Accept", ""), "", feed.results.epoch)
-        self._check_room()
+        self._check_room(request)
         return await self._run(request, entry.name, self._following(request, feed, encoder, shown_record))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
@@ -107,14 +108,14 @@ class StreamApi:
         feed = self._gateway.journal.feed
         accept = request.headers.get("Accept", "*/*")
         encoder = encoder_of(EVENTS if accept.strip() == "*/*" else accept, "", feed.results.epoch)
-        self._check_room()
+        self._check_room(request)
         return await self._run(request, "", self._following(request, feed, encoder, happening_record))
 
     def _following(self, request: web.Request, feed: Feed[T], encoder: Encoder, encode: Encode[T]) -> Following[T]:
         return Following(request, feed, encoder, encode, self._options.heartbeat_s, self._config.http.send_s)
 
     async def _run(self, request: web.Request, model: str, exchange: _Exchange) -> web.StreamResponse:
-        self._open[exchange] = model
+        self._open[exchange] = model, client_of(request)
         try:
             done_sending = self._config.http.half_close or not request.keep_alive
             with self._hangups.watching(request.transport, done_sending):
@@ -122,19 +123,24 @@ class StreamApi:
         finally:
             del self._open[exchange]
 
-    def _check_room(self) -> None:
+    def _check_room(self, request: web.Request) -> None:
         if self._gateway.draining:
             raise RefusedError(Reason.DRAINING, "the agent is stopping", "connect to another, or later")
         if len(self._open) >= self._options.most:
             raise RefusedError(
                 Reason.QUEUE_FULL, f"{self._options.most} streams are open, as many as may", "close one, or try later"
             )
+        most, client = self._config.limits.client_streams, client_of(request)
+        if most and [each for _, each in self._open.values()].count(client) >= most:
+            raise RefusedError(
+                Reason.CLIENT_BUSY, f"{most} streams of this client are open, as many as may", "close one, or try later"
+            )
 
     def _entry(self, request: web.Request) -> Entry:
         return self._repository.find(request.match_info["model"], request.match_info.get("version"))
 
     def _counts(self) -> Iterator[tuple[str, float]]:
-        return ((model, 1.0) for model in list(self._open.values()))
+        return ((model, 1.0) for model, _ in list(self._open.values()))
 
     def _stop(self) -> None:
         for exchange in list(self._open):

@@ -1,4 +1,4 @@
-"""What every connection is held to, whichever protocol serves it: how slow its client may be."""
+"""What every connection is held to, whichever protocol serves it: how many there are, and how slow they may be."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from agent.http.answers import refusal
 from agent.http.lane.ways import answer
 from agent.http.sockets import untaken
 from agent.limits.pace import Pace
+from agent.limits.places import Holder, Places
+from agent.request import Refused
 from agent.telemetry import Telemetry
 
 
@@ -19,7 +21,20 @@ class Tempo:
 
     def __init__(self, config: Config, telemetry: Telemetry) -> None:
         self.http, self.limits = config.http, config.limits
+        self.places = Places(config.http.connections, config.limits.client_connections)
         self._telemetry = telemetry
+
+    def let_in(self, holder: Holder, client: str, transport: asyncio.WriteTransport) -> bool:
+        """Give a new connection a place, another's if need be; where there is none it is told so, and closed."""
+        found = self.places.ask(client)
+        if isinstance(found, Refused):
+            self.cut(transport, found.reason, found.message)
+            return False
+        if found is not None:
+            self._telemetry.cut(Reason.CLIENT_BUSY)
+            found.give_up()
+        self.places.add(holder, client)
+        return True
 
     def cut(self, transport: asyncio.WriteTransport, reason: Reason, message: str = "") -> None:
         """End a connection that is nobody's request: with an answer, where there is something to say."""

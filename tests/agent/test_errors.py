@@ -31,6 +31,7 @@ SERIAL = {
     0x25: "model_unloading",
     0x26: "engine_down",
     0x27: "deadline",
+    0x28: "client_busy",
     0x30: "engine_error",
     0x31: "output_too_large",
     0x32: "fault",

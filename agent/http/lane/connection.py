@@ -96,6 +96,9 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
         self._client = _client_of(transport)
+        if not self._lane.tempo.let_in(self, self._client, self._transport):
+            self._state = State.CLOSED
+            return
         self._lane.connections.add(self)
         self._since = time.monotonic()
         self._idle = self._loop.call_later(self._lane.http.keepalive_s, self._check_idle)
@@ -177,10 +180,20 @@ class Connection(asyncio.Protocol):
         self._leave()
         self._transport.close()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for a request."""
+        return self._state is State.HEAD
+
+    def give_up(self) -> None:
+        """Close it for somebody else to come."""
+        self.close()
+
     def _leave(self) -> None:
         """The lane has nothing to do with it any more."""
         self._state = State.CLOSED
         self._lane.connections.discard(self)
+        self._lane.tempo.places.remove(self)
         self._stop_limit()
         if self._idle is not None:
             self._idle.cancel()
