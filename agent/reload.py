@@ -67,6 +67,7 @@ class Reloads:
             config = self._source()
         except TightfitError as error:
             self._log.error("not reloaded: the configuration is not valid", error=str(error))
+            self._access.audit.done("reload", "a signal", "this machine", "failed")
             return [str(error)]
         fixed = [
             name
@@ -76,5 +77,6 @@ class Reloads:
         if fixed:
             self._log.warning("these sections take effect when the agent is started again", sections=",".join(fixed))
         failed = [*self._access.reload(config), *await self._repository.reload(config.served)]
+        self._access.audit.done("reload", "a signal", "this machine", "failed" if failed else "done")
         self._log.info("reloaded", failed=len(failed), seconds=round(time.monotonic() - started, 3))
         return failed

@@ -9,6 +9,8 @@ import asyncio
 import ssl
 import time
 
+from msgspec.structs import replace
+
 from agent import log
 from agent.access.audit import Audit
 from agent.access.callers import EVERYBODY, Caller
@@ -88,7 +90,8 @@ class Access:
     def reload(self, config: Config | None = None) -> list[str]:
         """Read all files again, and take callers and what they may from `config`. What failed, a line each: what held
         before still holds."""
-        config = config or self._config
+        # What listens is as it was at the start, and so are the names of its files.
+        config = replace(config or self._config, http=self._config.http, tls=self._config.tls)
         failed = []
         try:
             self._reload_policy(config)

@@ -172,6 +172,24 @@ def test_callers_of_one_connection(agent: Agent, known: Known, lane: str) -> Non
             assert peer.answer().status == status
 
 
+def test_who_is_known_stays_in_the_fast_lane(agent: Agent, known: Known) -> None:
+    observer = {"Authorization": f"Bearer {known.tokens['observe']}"}
+
+    def in_lane() -> str:
+        lines = agent.request("/metrics", headers=observer)[1].decode().splitlines()
+        return next(line for line in lines if line.startswith("tightfit_lane_connections "))
+
+    until(lambda: in_lane().endswith(" 0.0"))
+    token = f"Authorization: Bearer {known.tokens['infer']}"
+    with Peer(("127.0.0.1", agent.port), tls=agent.tls) as peer:
+        for number in range(3):
+            # The same head, and heads that differ.
+            for headers in ((token,), (token, f"X-Request-Id: {number}")):
+                peer.send(post("add", SUM, *SUM_HEADERS, *headers))
+                assert peer.answer().status == 200
+        assert in_lane().endswith(" 1.0")
+
+
 def test_refused_requests_are_counted(agent: Agent, known: Known) -> None:
     observer = {"Authorization": f"Bearer {known.tokens['observe']}"}
 
@@ -371,9 +389,41 @@ def test_tokens_come_and_go(tmp_path: Path, known: Known, lane: str, told: bool)
             replace("infer nonsense")
             until(lambda: "callers and tokens stay as they were" in agent.log)
             assert status(new) == 200
+        if told:
+            until(lambda: [each["outcome"] for each in audited(agent) if each["what"] == "reload"][-1:] == ["failed"])
+            assert "done" in [each["outcome"] for each in audited(agent) if each["what"] == "reload"]
         tokens = [each for each in audited(agent) if each["what"] == "tokens"]
         assert [(each["new"], each["gone"]) for each in tokens] == [("infer", "admin,infer,observe,other")]
         assert new not in agent.log
+
+
+def test_what_listens_is_as_it_was_at_the_start(tmp_path: Path, known: Known) -> None:
+    """A reload lets nobody in by a section that takes effect at a restart."""
+    host = address_of_this_machine()
+    if not host:
+        pytest.skip("this machine has no network")
+    config = known.configure(tmp_path, anonymous=ROLES)
+    config.write_text(config.read_text().replace("127.0.0.1:0", "0.0.0.0:0"))
+    arguments = ("--config", str(config))
+    request, tls = ENDPOINTS["infer"][0], known.authority.trusting()
+    tls.check_hostname = False
+    with serving(bundles.add(tmp_path / "add.tfb"), tmp_path / "log", *arguments, free_port=False) as agent:
+        config.write_text(config.read_text().replace("[http]", "[http]\nallow_insecure_network = true"))
+        agent.process.send_signal(signal.SIGHUP)
+        until(lambda: "these sections take effect when the agent is started again" in agent.log)
+        until(lambda: any(each["what"] == "reload" for each in audited(agent)))
+        assert ask((host, agent.port), request, {}, tls).status == 401
+
+
+@pytest.mark.parametrize("flag", ["--insecure", "--allow-insecure-network"])
+def test_a_network_without_anything(tmp_path: Path, flag: str) -> None:
+    host = address_of_this_machine() or "127.0.0.1"
+    arguments = ("--host", "0.0.0.0", flag)  # noqa: S104
+    with serving(bundles.add(tmp_path / "add.tfb"), tmp_path / "log", *arguments) as agent:
+        for endpoint, (request, _) in ENDPOINTS.items():
+            assert refusal_of(ask((host, agent.port), request, {}, None)) in (None, 403), endpoint
+            answer = ask((host, agent.port), request, {"Authorization": "Bearer whatever"}, None)
+            assert answer.status != 401
 
 
 @pytest.mark.parametrize(
