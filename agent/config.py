@@ -45,6 +45,9 @@ Address = Tcp | Path
 DEFAULT_PRIORITY = 128
 MAX_PORT = 65_535
 
+# Of a model that keeps the newest image: that one, and older ones that somebody is being sent.
+PICTURES = 3
+
 # A configuration is a page of text.
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -192,8 +195,9 @@ class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     that names none: 1 is the highest, 255 the lowest. The bounds are as under [requests], whose are taken where they
     are 0. `cache_mib` is for answers that are kept for requests that come again: only of a model that gives equal
     inputs equal outputs. `results_mib` is for its newest results, which then anyone who may connect can follow: they
-    are the answers to all clients. 0: nobody can. `lighter` names another of the models, which answers in its place
-    under pressure.
+    are the answers to all clients. 0: nobody can. `picture_kib` is the largest image of which the newest is kept beside
+    them, for who follows them to see what was answered; 0: none is. `lighter` names another of the models, which
+    answers in its place under pressure.
     """
 
     bundle: str
@@ -204,6 +208,7 @@ class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     client_queue_length: Bound = 0
     cache_mib: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     results_mib: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    picture_kib: Annotated[int, Meta(ge=0, le=64 << 10)] = 0
     lighter: str = ""
 
     @property
@@ -215,13 +220,19 @@ class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.results_mib << 20
 
     @property
+    def picture_bytes(self) -> int:
+        return self.picture_kib << 10
+
+    @property
     def kept_bytes(self) -> int:
-        """Memory of the gateway's for answers, in whichever way they are kept."""
-        return self.cache_bytes + self.results_bytes
+        """Memory of the gateway's for answers, in whichever way they are kept, and for pictures that they are about."""
+        return self.cache_bytes + self.results_bytes + PICTURES * self.picture_bytes
 
     def __post_init__(self) -> None:
         if not self.bundle:
             raise ValueError("a model needs a bundle")
+        if self.picture_kib and not self.results_mib:
+            raise ValueError("picture_kib shows what results are about: it needs results_mib")
         if self.name and not NAME.fullmatch(self.name):
             raise ValueError(f"{self.name!r} cannot be a model's name: letters, digits, '.', '_' and '-', at most 100")
 

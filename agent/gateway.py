@@ -32,6 +32,7 @@ from agent.engine.channel import Done, Pass, Passed, Ready, Run, RunError
 from agent.errors import Reason, RefusedError
 from agent.journal import Degrade, EngineDown, EngineUp, Journal, Load
 from agent.overload import Governor, Overload, no_governor
+from agent.refusals import Refusals
 from agent.request import Output, Refused, Request, Result
 from agent.request_log import RequestLog
 from agent.scheduling.accelerator import Accelerator
@@ -56,6 +57,7 @@ class Gateway:
         self.telemetry = telemetry
         self.journal = Journal(time.monotonic)
         self.overload = Overload(config.degradation, telemetry, self._fullest, governor, self._degraded)
+        self.refusals = Refusals()
         self.draining = False
         self._stopped: Refused | None = None
         """Why nothing is run any more."""
@@ -156,6 +158,15 @@ class Gateway:
 
     def _running_of(self, served: Served) -> float:
         return len(self._running) if self._batch and self._batch.model == served.key else 0
+
+    @property
+    def served(self) -> list[Served]:
+        """All versions that have an engine, those too that get no more calls."""
+        return list(self._served.values())
+
+    def queue_of(self, served: Served) -> tuple[int, int]:
+        """How many requests of a version are ready to run, and how many are in the pass that goes on."""
+        return int(self._queued_of(served)), int(self._running_of(served))
 
     # --- engines that come and go
 
@@ -378,6 +389,8 @@ class Gateway:
             statistics.settled(call, reason is Reason.OK, now, time.time())
         model = call.entry.name if call.entry else call.name
         self.telemetry.settled(model, call, reason, now)
+        if reason is not Reason.OK:
+            self.refusals.note(model, reason, message, time.time())
         self.overload.settled(reason, len(self._calls))
 
     def _tell(self, call: Call, reason: Reason, message: str) -> None:

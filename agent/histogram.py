@@ -43,6 +43,10 @@ class Histogram:
     def count(self) -> int:
         return sum(self._counts)
 
+    def counts(self) -> list[int]:
+        """How many were at most each bound, but more than the one before; the last has no bound."""
+        return list(self._counts)
+
     def cumulated(self) -> list[tuple[float, int, Exemplar | None]]:
         """(bound, how many were at most that, an example of those above the bound before); the last has no bound."""
         rows, count = [], 0

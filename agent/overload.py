@@ -50,6 +50,16 @@ class Overload:
         watch("tightfit_frame_rate", "The part of a stream's frames that are taken.", lambda: self.step.frame_rate)
 
     @property
+    def level(self) -> int:
+        """0 (normal) to 3."""
+        return self._policy.level
+
+    @property
+    def cause(self) -> str:
+        """What pressed when the level was raised; empty while it is 0."""
+        return self._cause if self.level else ""
+
+    @property
     def step(self) -> Step:
         """What is reduced now."""
         return self._policy.step

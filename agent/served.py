@@ -165,9 +165,9 @@ class Served:
             self.images.thread.shutdown(wait=False)
 
 
-def _settings(options: ModelOptions) -> tuple[float, int, int]:
+def _settings(options: ModelOptions) -> tuple[float, int, int, int]:
     """What takes effect when a model is loaded."""
-    return options.weight, options.cache_mib, options.results_mib
+    return options.weight, options.cache_mib, options.results_mib, options.picture_kib
 
 
 def _limits(model: Model, weight: float) -> Limits:

@@ -138,6 +138,21 @@ class Telemetry:
         """A connection was ended while it asked for nothing."""
         self._cut.labels(reason.value).inc()
 
+    def answered(self) -> dict[str, list[int]]:
+        """Of each model, how many answers took at most each of `BUCKETS_S`, but more than the one before; and more."""
+        return {
+            model: [sum(each) for each in zip(*(band.counts() for band in counts.latency_s_of_answers), strict=True)]
+            for model, counts in self._of_models.items()
+            if model
+        }
+
+    def refused(self) -> dict[Reason, int]:
+        """How many requests ended with each reason but `ok`."""
+        of_models = self._of_models.values()
+        return {
+            reason: sum(counts.refused[reason] for counts in of_models) for reason in Reason if reason is not Reason.OK
+        }
+
     def passed(self, model: str, requests: int, seconds: float, streamed_bytes: int) -> None:
         """One pass of the engine, of so many requests, has ended."""
         counts = self._of_models[model]

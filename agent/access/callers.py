@@ -105,6 +105,7 @@ NEEDS: Mapping[str, Need] = {
     f"POST {_MODEL}/generate": _ASK,
     f"POST {_MODEL}/generate_stream": _ASK,
     f"GET {_MODEL}/results": _LOOK,
+    f"GET {_MODEL}/results/picture": _LOOK,
     f"GET {_MODEL}/stats": _LOOK,
     f"GET {_MODEL}/trace/setting": _LOOK,
     "GET /metrics": _LOOK_AT_ALL,

@@ -18,6 +18,7 @@ from agent.feed import Feed, Follower
 from agent.http.codecs import OutputTensor
 from agent.http.framing.encoder import Encoder
 from agent.http.framing.records import Lost, Record, Timing, answer, failure, overflow
+from agent.http.pictures import Pictures
 from agent.http.sink import PIECE_BYTES, Sink, SlowReaderError
 from agent.http.stream_calls import timing_of
 from agent.journal import Happening
@@ -54,8 +55,9 @@ class Shown:
 class ResultFeeds:
     """The newest results of every model for which the configuration says that they may be followed."""
 
-    def __init__(self, epoch: str, patience_s: float) -> None:
+    def __init__(self, epoch: str, patience_s: float, send_s: float) -> None:
         self._epoch, self._patience_s = epoch, patience_s
+        self.pictures = Pictures(epoch, send_s)
         self._feeds: dict[str, Feed[Shown]] = {}
 
     def of(self, entry: Entry) -> Feed[Shown]:
@@ -74,8 +76,14 @@ class ResultFeeds:
         feed.results.limit_bytes = limit
         return feed
 
-    async def publish(self, call: Call, id: str | None, outputs: Sequence[OutputTensor]) -> None:  # noqa: A002
-        """Show what a call is answered, when those who block have room for it."""
+    async def publish(
+        self,
+        call: Call,
+        id: str | None,  # noqa: A002 - the protocol's word
+        outputs: Sequence[OutputTensor],
+        picture: bytes | memoryview | None = None,
+    ) -> None:
+        """Show what a call is answered, when those who block have room for it, and the image that it is about."""
         served, _ = call.seat
         if not served.entry.options.results_bytes:
             return
@@ -88,6 +96,9 @@ class ResultFeeds:
             copies = [structs.replace(each, data=np.array(each.data)) for each in outputs]
             shown = replace(shown, outputs=copies)
         await feed.put_when_possible(shown, shown.nbytes)
+        if picture is not None:
+            # Nothing else has run since it was numbered.
+            self.pictures.keep(served.entry, feed.results.newest, picture)
 
     def sizes(self) -> list[tuple[str, float]]:
         """Bytes that are kept, by model."""

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import msgspec
+
 from agent.access.callers import need_of
 from agent.calls import REQUEST_ID, TRACE_PARENT
 from agent.http.classification import MOST_CLASSES
 from agent.http.codecs import HEADER_LENGTH
 from agent.http.hints import TIMEOUT
+from agent.page.status import Status
 from targets.tensor import FROM_OIP, Contract, TensorSpec
 
 Schema = dict[str, Any]
@@ -182,6 +185,7 @@ _SCHEMAS: dict[str, Schema] = {
     ),
     "settings": {"type": "object"},
     "regions": _array({"type": "object"}),
+    **msgspec.json.schema_components([Status], ref_template="#/components/schemas/{name}")[1],
 }  # fmt: skip
 
 
@@ -316,6 +320,10 @@ _OPERATIONS: tuple[_Operation, ...] = (
         _Operation("post", f"{_MODEL}/generate_stream", "generateStream", "Text in, text out, token by token",
                    _EVENTS, _json("generateRequest"), _URGENCY)
     ),
+    _Operation("get", "/", "page", "The status page, for people", {"text/html": {}}),
+    _Operation("get", "/v2/status", "status", "The agent at one glance, as the page shows it", _json("Status")),
+    _Operation("get", f"{_MODEL}/results/picture", "picture", "The newest image that a model answered",
+               {"image/jpeg": {}, "image/png": {}}),
     _Operation("get", f"{_MODEL}/results", "results", "Follow what a model answers", _FOLLOWED, query=_SINCE),
     _Operation("get", "/v2/events", "events", "Follow what happens to models", _FOLLOWED, query=_SINCE),
     _Operation("get", "/v2/models/stats", "allStatistics", "What all models have done", _json("statistics")),

@@ -24,8 +24,9 @@ from agent.sequences import is_long
 from agent.served import Served
 from agent.strings import unpack_strings
 
-Publish = Callable[[Call, str | None, Sequence[OutputTensor]], Awaitable[None]]
-"""Show a result to those who follow the model's, waiting for them where they asked for that."""
+Publish = Callable[[Call, str | None, Sequence[OutputTensor], bytes | memoryview | None], Awaitable[None]]
+"""Show a result, and the image that it is about, to those who follow the model's, waiting for them where they asked for
+that."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class StreamCalls:
         RefusedError or ImageError."""
         served, _ = call.seat
         request = admitted.request
+        image = None
         if request.is_image and served.images is not None:
             (image,) = unpack_strings(memoryview(request.payloads[0]), 1)
             made = await self._runs.image(call, served.images, image)
@@ -141,7 +143,7 @@ class StreamCalls:
         else:
             result = await self._gateway.infer(call, request.shapes, admitted.nbytes, request.wanted)
             outputs = self.outputs(call, admitted, result)
-        await self._publish(call, request.id, outputs)
+        await self._publish(call, request.id, outputs, image)
         return outputs
 
     async def encode(

@@ -51,7 +51,7 @@ class StreamApi:
         self._largest = largest
         self._options = config.streams
         self._epoch = new_epoch()
-        self.feeds = ResultFeeds(self._epoch, config.streams.patience_s)
+        self.feeds = ResultFeeds(self._epoch, config.streams.patience_s, config.http.send_s)
         self._open: dict[_Exchange, tuple[str, str]] = {}
         """The model and the client of each."""
         self._hangups = Hangups()
@@ -65,6 +65,7 @@ class StreamApi:
         for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             app.router.add_post(f"{prefix}/stream", _refusing(self.stream))
         app.router.add_get("/v2/models/{model}/results", _refusing(self.results), allow_head=False)
+        app.router.add_get("/v2/models/{model}/results/picture", _refusing(self.picture), allow_head=False)
         app.router.add_get("/v2/events", _refusing(self.events), allow_head=False)
         app.on_cleanup.append(self._close)
 
@@ -102,6 +103,10 @@ class StreamApi:
         encoder = encoder_of(request.headers.get("Accept", ""), "", feed.results.epoch)
         self._check_room(request)
         return await self._run(request, entry.name, self._following(request, feed, encoder, shown_record))
+
+    async def picture(self, request: web.Request) -> web.StreamResponse:
+        """The newest image that a model answered."""
+        return await self.feeds.pictures.send(request, self._entry(request))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """What happens to models and engines."""

@@ -41,6 +41,7 @@ from agent.http.statistics import StatisticsApi
 from agent.http.streams import StreamApi
 from agent.http.tensors import OFF_LOOP_BYTES, all_of, answered, base64_body, describe, encode, is_quick, listed, wished
 from agent.images import Images, no_images
+from agent.page.api import PageApi
 from agent.repository import Repository, no_version
 from agent.request import Part
 from agent.sequence_states import Sequences
@@ -72,6 +73,7 @@ class V2:
         self._runs = Runs(gateway)
         self._ensembles = EnsembleApi(gateway, repository, config, self._runs, self._send)
         self._streams = StreamApi(gateway, repository, config, self._runs, self._body_bytes)
+        self._page = PageApi(gateway, repository, config, version)
         self._sequences = Sequences(gateway, config.requests.sequence_idle_s)
         self._texts = GenerateApi(gateway, config, self._runs, self._settled, self._receive)
         self.lane = Lane(
@@ -96,6 +98,7 @@ class V2:
         RepositoryApi(self._repository).add_to(app)
         StatisticsApi(self._repository, self._ensembles).add_to(app)
         SettingsApi(self._repository, self._ensembles, self._logs).add_to(app)
+        self._page.add_to(app)
         self._streams.add_to(app)
         self._texts.add_to(app)
         app.on_response_prepare.append(_echo)
@@ -210,10 +213,11 @@ class V2:
             self._gateway.set_timeout(call, decoded.timeout_s, waited_s(request.transport))
         if decoded.part is not None:
             return await self._part(call, request, decoded, decoded.part)
+        picture = None
         if decoded.is_image:
-            (image,) = unpack_strings(memoryview(decoded.payloads[0]), 1)
+            (picture,) = unpack_strings(memoryview(decoded.payloads[0]), 1)
             images = _images_of(served)
-            answer = await self._runs.image(call, images, image)
+            answer = await self._runs.image(call, images, picture)
             tensors = await self._runs.off_loop(answered, images.contract, decoded, answer)
         else:
             contract = served.model.contract
@@ -224,7 +228,7 @@ class V2:
                 made = outputs_in(served, slot, result)
             quick = not any(wish.classes for wish in decoded.wishes) or sum(t.nbytes for _, t in made) < OFF_LOOP_BYTES
             tensors = await self._runs.in_turn(quick, wished, contract, decoded, made, served.labels)
-        await self._streams.feeds.publish(call, decoded.id, tensors)
+        await self._streams.feeds.publish(call, decoded.id, tensors, picture)
         return await self._send(request, served.name, served.version, decoded, tensors)
 
     async def _part(self, call: Call, request: web.Request, decoded: InferRequest, part: Part) -> web.StreamResponse:
@@ -259,7 +263,7 @@ class V2:
         if encoding := request.headers.get("Content-Encoding"):
             body = await self._runs.off_loop(decompress, body, encoding, self._image_bytes(served))
         answer = await self._runs.image(call, images, body)
-        await self._streams.feeds.publish(call, None, all_of(images.contract, answer))
+        await self._streams.feeds.publish(call, None, all_of(images.contract, answer), body)
         return json(
             {
                 "model_name": served.name,

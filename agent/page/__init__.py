@@ -1,0 +1,1 @@
+"""The status page at `/`, and the figures on it (docs/status-page.md)."""
