@@ -377,9 +377,11 @@ class Gateway:
 
     def settle(self, call: Call, reason: Reason, message: str = "") -> None:
         """The end of every call, whatever it was: gives back what it held, counts and logs."""
-        if reason is not Reason.OK or self._tells_all:
-            self._tell(call, reason, message)
-        self._end(call)
+        try:
+            if reason is not Reason.OK or self._tells_all:
+                self._tell(call, reason, message)
+        finally:
+            self._end(call)
         now = time.monotonic()
         statistics = call.statistics
         if statistics is None and call.entry is not None and call.entry.active is not None:

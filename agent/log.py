@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -24,11 +25,26 @@ def configure(level: str, style: str) -> None:
             render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Lines(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     # Libraries that use the standard library's logging: their warnings belong in the same stream.
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+
+
+class _Lines:
+    """Writes as the file does; what cannot be written is lost: that nobody reads is no request's fault."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
 
 
 def _name_service(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

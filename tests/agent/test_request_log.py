@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import struct
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,7 +24,7 @@ from agent.errors import Reason
 from agent.request_log import Sparing
 from targets.tensor import DType
 from tests.support import bundles
-from tests.support.agents import Agent, serving, until
+from tests.support.agents import COMMAND, ROOT, Agent, serving, until
 from tests.support.wire import LANES, tensors
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -173,6 +174,29 @@ def test_a_flood_of_refusals_leaves_few_lines_and_their_number(tmp_path: Path, l
 
 
 MORE = "more requests failed than have lines here"
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_log_that_nobody_takes_changes_no_answer(tmp_path: Path, lane: str) -> None:
+    """As where journald has gone."""
+    bundle = bundles.add(tmp_path / "add.tfb")
+    command = [*COMMAND, "serve", "--bundle", str(bundle), "--port", "0", "--threads", "1"]
+    with subprocess.Popen(
+        [*command, *configured(tmp_path, "all")], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            url = process.stdout.readline().split()[-1]
+            process.stderr.close()
+            agent = Agent(process, "add", url, tmp_path / "none", headers=LANES[lane])
+            assert [agent.post(b"{}")[0] for _ in range(4)] == [400] * 4
+            assert [ask(agent) for _ in range(4)] == [200] * 4
+            until(lambda: agent.metric("tightfit_in_flight") == 0)
+            assert agent.metric("tightfit_requests_total", model="add") == 8
+            assert agent.stop() == 0
+        finally:
+            process.kill()
 
 
 def test_none(tmp_path: Path) -> None:
