@@ -15,7 +15,9 @@ SERVICE = "tightfit-agent"
 def configure(level: str, style: str) -> None:
     """Set up structlog for this process. `style` is json, console, or auto (console on a terminal)."""
     console = style == "console" or (style == "auto" and sys.stderr.isatty())
-    render: Any = structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
+    # Its own tracebacks show local variables, and so inputs and tokens.
+    shown = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    render: Any = shown if console else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
             *([] if console else [_name_service]),

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from agent import log
 from agent.access.audit import Audit
 from agent.access.callers import EVERYBODY, Caller
-from agent.access.files import Watch, located, read
+from agent.access.files import Watch, is_private, located, read
 from agent.access.peers import is_local, process_of
 from agent.access.policy import Policy, policy_of
 from agent.access.tls import files_of, names_of, secured
@@ -147,8 +147,7 @@ def _policy(config: Config) -> Policy:
     if config.access.tokens:
         path = located(config.access.tokens)
         text = read(path, "the tokens")
-        private = not path.stat().st_mode & 0o077
-        tokens = parse(text, str(path), [caller.name for caller in config.callers], private)
+        tokens = parse(text, str(path), [caller.name for caller in config.callers], is_private(path))
     return policy_of(config, tokens)
 
 

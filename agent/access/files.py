@@ -47,6 +47,14 @@ def read(path: Path, what: str) -> bytes:
     return data
 
 
+def is_private(path: Path) -> bool:
+    """Whether nobody but its owner, and root, can read it."""
+    try:
+        return not path.stat().st_mode & 0o077
+    except OSError:
+        return False
+
+
 class Watch:
     """Looks at files every so many seconds, and calls `changed` when one is another than before.
 
@@ -64,12 +72,12 @@ class Watch:
         self._timer.cancel()
 
     def _tick(self) -> None:
-        now = self._look()
-        if now == self._seen and now != self._told:
+        self._timer = asyncio.get_running_loop().call_later(self._every_s, self._tick)
+        now, before = self._look(), self._seen
+        self._seen = now
+        if now == before and now != self._told:
             self._told = now
             self._changed()
-        self._seen = now
-        self._timer = asyncio.get_running_loop().call_later(self._every_s, self._tick)
 
     def _look(self) -> list[tuple[int, ...]]:
         return [_state_of(path) for path in self._paths]
