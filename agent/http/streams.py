@@ -56,6 +56,7 @@ class StreamApi:
         """The model and the client of each."""
         self._hangups = Hangups()
         gateway.on_drain.append(self._stop)
+        gateway.on_leave.append(lambda served: self.feeds.pictures.forget(served.name))
         watch = gateway.telemetry.watch
         watch("tightfit_streams", "Streams that are open, of records, results or events.", self._counts)
         watch("tightfit_results_bytes", "What results take that are kept for those who follow.", self.feeds.sizes)

@@ -232,7 +232,11 @@ def test_it_goes_on_when_the_agent_is_back_and_when_nothing_is_loaded(
     with serving(None, tmp_path / "log", "--config", str(settings), "--port", str(port), free_port=False) as agent:
         browser.until("#state", lambda text: "Serving" in text)
         browser.until("#event-list", lambda text: "The agent was restarted." in text)
+        send_picture(agent)
+        assert agent.request("/v2/models/signs/results/picture")[0] == 200
         for name in ("add", "signs"):
             assert agent.request(f"/v2/repository/models/{name}/unload", b"")[0] == 200
         browser.until("#state", lambda text: "no model is loaded" in text)
+        # What clients sent goes with the model that it was sent to.
+        assert agent.request("/v2/models/signs/results/picture")[0] == 404
         browser.until("#event-list", lambda text: "signs: version" in text and "unloaded" in text)
