@@ -30,7 +30,8 @@ Hear = Callable[[Any, RefusedError | None], None]
 class Call:
     """One request on its way. Times are of the monotonic clock, in seconds.
 
-    `client` is whom the queues are shared fairly between; it is `dated` where the deadline is the client's own. `entry`
+    `client` is whom the queues are shared fairly between, `counted` whether the call is among those it may have; it is
+    `dated` where the deadline is the client's own. `entry`
     is the model that was asked for, `served` the version whose slot the call holds; `name` is what was asked for where
     there is no entry of it, as of an ensemble, or not yet. `statistics` are those that it counts in. `answer` is
     what its handler awaits now, `hear` who hears it instead.
@@ -48,6 +49,7 @@ class Call:
     client: str
     priority: int = 0
     dated: bool = False
+    counted: bool = False
     entry: Entry | None = None
     served: Served | None = None
     slot: int | None = None

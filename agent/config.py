@@ -265,7 +265,12 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     client that does not read: left to itself it would keep megabytes.
 
     One client, which is a caller by name or an address, may have `client_connections` and `client_streams` (0: all that
-    there are). Where all connections are taken, the client that has most gives an idle one up for one that has fewer.
+    there are), and `client_requests` that go on or wait; it may ask `requests_per_s` times a second, after `burst` at
+    once (0: any number). An ensemble counts once for every member. Where all connections are taken, the client that has
+    most gives an idle one up for one that has fewer.
+
+    A version of a model that failed `breaker_failures` times in a row (0: no matter how often), its engine's deaths
+    counted, is asked nothing for `breaker_s`; then one request may try. Failures of one client keep out only that one.
     """
 
     head_s: Seconds = 10.0
@@ -274,6 +279,11 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     send_buffer_kib: Annotated[int, Meta(ge=16, le=1 << 16)] = 256
     client_connections: Bound = 0
     client_streams: Bound = 0
+    client_requests: Bound = 0
+    requests_per_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    burst: Positive = 10
+    breaker_failures: Bound = 10
+    breaker_s: Seconds = 5.0
 
 
 class EnsembleOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

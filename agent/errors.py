@@ -25,6 +25,8 @@ class Reason(str, enum.Enum):
     DISCONNECTED = "disconnected"
     SLOW_READER = "slow_reader"
     CLIENT_BUSY = "client_busy"
+    RATE_LIMITED = "rate_limited"
+    CIRCUIT_OPEN = "circuit_open"
     QUEUE_FULL = "queue_full"
     CLIENT_QUEUE_FULL = "client_queue_full"
     SHED = "shed"
@@ -106,6 +108,10 @@ TABLE: dict[Reason, Answer] = {
     Reason.CLIENT_BUSY: Answer(
         429, 1, Mqtt.QUOTA_EXCEEDED, 0x28, "as many connections, streams or requests of this client are open as may be"
     ),
+    Reason.RATE_LIMITED: Answer(429, 1, Mqtt.QUOTA_EXCEEDED, 0x29, "this client asks more often than one may"),
+    Reason.CIRCUIT_OPEN: Answer(
+        503, 5, Mqtt.IMPLEMENTATION_SPECIFIC_ERROR, 0x2A, "the model failed too often in a row, and is let rest"
+    ),
     Reason.QUEUE_FULL: Answer(503, 1, Mqtt.QUOTA_EXCEEDED, 0x21, "as many requests wait as may"),
     # As long as the least time for which a level of degradation holds.
     Reason.SHED: Answer(
@@ -135,11 +141,13 @@ TABLE: dict[Reason, Answer] = {
 
 
 class RefusedError(TightfitError):
-    """A request is answered with a reason instead of tensors."""
+    """A request is answered with a reason instead of tensors. `retry_after_s` is that of the table, where nobody knows
+    better."""
 
-    def __init__(self, reason: Reason, message: str, hint: str = "") -> None:
+    def __init__(self, reason: Reason, message: str, hint: str = "", retry_after_s: int | None = None) -> None:
         super().__init__(message, hint)
         self.reason = reason
+        self.retry_after_s = TABLE[reason].retry_after_s if retry_after_s is None else retry_after_s
 
 
 class AgentError(TightfitError):

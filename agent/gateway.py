@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -30,7 +31,8 @@ from agent.calls import Call
 from agent.config import Config
 from agent.engine.channel import Done, Pass, Passed, Ready, Run, RunError
 from agent.errors import Reason, RefusedError
-from agent.journal import Degrade, EngineDown, EngineUp, Journal, Load
+from agent.journal import Breaker, Degrade, EngineDown, EngineUp, Journal, Load
+from agent.limits.rates import Rates
 from agent.overload import Governor, Overload, no_governor
 from agent.refusals import Refusals
 from agent.request import Output, Refused, Request, Result
@@ -68,6 +70,9 @@ class Gateway:
         self.given_up = asyncio.Event()
         """Set when every engine died too often to be started once more."""
         self._config = config
+        limits = config.limits
+        limited = limits.requests_per_s or limits.client_requests
+        self._rates = Rates(limits.requests_per_s, limits.burst, limits.client_requests) if limited else None
         self._log = log.get("gateway")
         self._request_log = RequestLog(config.log)
         self._tracer = tracer
@@ -107,6 +112,7 @@ class Gateway:
         watch("tightfit_in_flight", "Requests that hold a slot.", lambda each: each.pool.leased)
         watch("tightfit_slots", "Requests that can be in memory at once.", lambda each: each.pool.slots)
         watch("tightfit_queue_depth", "Requests ready to run.", self._queued_of)
+        watch("tightfit_breaker_open", "1 while the model is let rest.", lambda each: each.breaker.is_open)
         watch("tightfit_running", "Requests in the pass that goes on.", self._running_of)
         watch(
             "tightfit_door_depth",
@@ -252,6 +258,7 @@ class Gateway:
             raise RefusedError(Reason.DRAINING, "the agent is stopping", "send the request to another, or later")
         entry.check()
         call.entry = entry
+        self._check_limits(call, entry)
         call.priority = call.priority or entry.options.priority
         self.overload.check(call.priority)
         if call.dated and entry.active is not None:
@@ -262,6 +269,38 @@ class Gateway:
             return True
         self._wait_at(entry.door, call, entry)
         return False
+
+    def _check_limits(self, call: Call, entry: Entry) -> None:
+        """Raise RefusedError where its client asks too often or too much, or where the model fails again and again."""
+        if self._rates is not None:
+            now = time.monotonic()
+            if wait_s := self._rates.wait_s(call.client, now):
+                raise RefusedError(
+                    Reason.RATE_LIMITED, "this client asks more often than one may", f"try again in {wait_s} s", wait_s
+                )
+            if not call.counted:
+                call.counted = self._rates.begin(call.client)
+                if not call.counted:
+                    raise RefusedError(
+                        Reason.CLIENT_BUSY,
+                        f"{self._config.limits.client_requests} requests of this client go on, as many as may",
+                        "wait for an answer first",
+                    )
+        if entry.active is not None and entry.active.breaker.is_open:
+            left_s = entry.active.breaker.wait_s(call.id, call.client, time.monotonic())
+            if left_s:
+                raise RefusedError(
+                    Reason.CIRCUIT_OPEN,
+                    f"model {entry.name!r} failed too often in a row",
+                    "it is tried again soon",
+                    math.ceil(left_s),
+                )
+
+    def _failed_once_more(self, served: Served, client: str | None) -> None:
+        """A request of that client failed in the engine, or, None, the engine died over one."""
+        if served.breaker.failed(client, time.monotonic()):
+            self._log.error("the model fails again and again, and is let rest", model=served.name)
+            self.journal.note(Breaker(model=served.name, version=served.version, open=True))
 
     def _next_in(self, entry: Entry, call: Call) -> bool:
         """Whether a call that comes now may have a slot at once: it goes behind those at the door that go before it."""
@@ -413,6 +452,10 @@ class Gateway:
         if call.entry is not None and call.served is None:
             call.entry.door.cancel(call.id)
         self._accelerator.cancel(call.id)
+        if call.counted and self._rates is not None:
+            self._rates.end(call.client)
+        if call.entry is not None and call.entry.active is not None and call.entry.active.breaker.is_open:
+            call.entry.active.breaker.left(call.id)
         if call.served is not None and call.slot is not None:
             call.served.filling.discard(call.id)
             self._expect(call.served)
@@ -467,6 +510,8 @@ class Gateway:
         if call is None:
             self._release(served, request.slot, request.id)
         elif isinstance(reply, Done):
+            if served.breaker.succeeded():
+                self.journal.note(Breaker(model=served.name, version=served.version, open=False))
             self._note_pass(call)
             call.compute_s += self._took_s
             call.ended = now = time.monotonic()
@@ -479,6 +524,7 @@ class Gateway:
             call.reject(Refused(Reason(reply.reason), reply.message))
         if isinstance(reply, RunError):
             self._failed.add(reply.id)
+            self._failed_once_more(served, request.client)
         if not self._running:
             self._ended(self._took_s)
 
@@ -515,6 +561,7 @@ class Gateway:
         if not again:
             self._give_up(served, refused)
         if self._batch is not None and self._batch.model == served.key:
+            self._failed_once_more(served, None)
             running, self._running = self._running, {}
             for request in running.values():
                 call = self._calls.get(request.id)

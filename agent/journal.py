@@ -72,6 +72,14 @@ class EngineUp(Happening, frozen=True, kw_only=True, tag="engine_up"):
     restarts: int
 
 
+class Breaker(Happening, frozen=True, kw_only=True, tag="breaker"):
+    """A version failed too often in a row and is asked nothing (`open`), or can be asked again."""
+
+    model: str
+    version: str
+    open: bool
+
+
 class Degrade(Happening, frozen=True, kw_only=True, tag="degrade"):
     """The level of degradation changed (docs/overload.md)."""
 

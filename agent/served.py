@@ -25,6 +25,7 @@ from agent.engine.supervisor import Backoff, Supervisor
 from agent.errors import Reason, RefusedError
 from agent.generation.tokenizer import Text
 from agent.images import Images
+from agent.limits.breaker import Breaker
 from agent.models import Model
 from agent.pool import Pool
 from agent.request import Request
@@ -68,6 +69,7 @@ class Served:
         """Whether requests of different shapes can be alike."""
         self.cached: Cached | None = None
         """Its answers, where some are kept."""
+        self.breaker = Breaker(config.limits.breaker_failures, config.limits.breaker_s)
         self.filling: set[int] = set()
         """Calls that hold a slot which is not ready yet: requests that come."""
         self._emptied = asyncio.Event()

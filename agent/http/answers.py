@@ -81,10 +81,12 @@ def judged(error: Exception) -> tuple[Reason, str]:
     return Reason.FAULT, f"the server failed: {type(error).__name__}"
 
 
-def refusal(reason: Reason, message: str, unread: bool = False) -> web.Response:
-    """Why a request is not answered with tensors. With `unread`, some of its body was not read."""
+def refusal(reason: Reason, message: str, unread: bool = False, error: BaseException | None = None) -> web.Response:
+    """Why a request is not answered with tensors: of `error`, where there is more to say. With `unread`, some of its
+    body was not read."""
     answer = TABLE[reason]
-    headers = {} if answer.retry_after_s is None else {"Retry-After": str(answer.retry_after_s)}
+    retry_after_s = error.retry_after_s if isinstance(error, RefusedError) else answer.retry_after_s
+    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     if reason is Reason.UNAUTHENTICATED:
         # RFC 9110, section 11.6.1.
         headers["WWW-Authenticate"] = "Bearer"

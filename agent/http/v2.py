@@ -179,7 +179,7 @@ class V2:
         """One request from its head to its answer; whatever happens, its call is settled exactly once."""
         call = self._gateway.open(client_of(request))
         call.echo = echoed(request.headers)
-        reason, message = Reason.OK, ""
+        reason, message, failed = Reason.OK, "", None
         try:
             return await handler(call, request)
         except asyncio.CancelledError:
@@ -192,11 +192,12 @@ class V2:
             reason, message = Reason.DISCONNECTED, "the client went away"
         except Exception as error:  # noqa: BLE001 - answered, and logged where it is ours; the server goes on
             reason, message = judged(error)
+            failed = error
             if reason is Reason.FAULT:
                 self._log.exception("infer failed", **call.ids)
         finally:
             self._gateway.settle(call, reason, message)
-        return refusal(reason, message, unread=much_is_unread(request))
+        return refusal(reason, message, much_is_unread(request), failed)
 
     async def _infer(self, call: Call, request: web.Request) -> web.StreamResponse:
         if ensemble := self._ensembles.find(request):

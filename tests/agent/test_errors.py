@@ -32,6 +32,8 @@ SERIAL = {
     0x26: "engine_down",
     0x27: "deadline",
     0x28: "client_busy",
+    0x29: "rate_limited",
+    0x2A: "circuit_open",
     0x30: "engine_error",
     0x31: "output_too_large",
     0x32: "fault",

@@ -112,7 +112,7 @@ def failure(seq: int, id: str | None, error: TightfitError, timing: Timing | Non
         status=said.status,
         reason=reason.value,
         error=str(error),
-        retry_after_s=said.retry_after_s,
+        retry_after_s=error.retry_after_s if isinstance(error, RefusedError) else said.retry_after_s,
         timing=timing,
     )
 

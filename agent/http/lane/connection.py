@@ -410,7 +410,7 @@ class Connection(asyncio.Protocol):
             log.get("http").exception("infer failed", **call.ids, exc_info=error)
         self._call = None
         self._gateway.settle(call, reason, message)
-        response = refusal(reason, message, unread=self._left > 0 and head.length > DROPPED_BYTES)
+        response = refusal(reason, message, self._left > 0 and head.length > DROPPED_BYTES, error)
         last = head.close or response.keep_alive is False
         body = cast(bytes, response.body)
         headers = {name: value for name, value in response.headers.items() if name != "Content-Length"}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import bundles
 from tests.support.agents import Agent, serving, until
-from tests.support.wire import Wire
+from tests.support.wire import LANES, Wire, post
 
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 STREAM = b"GET /v2/events HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -90,3 +90,39 @@ def test_streams_of_one_client(tmp_path: Path) -> None:
             answer = third.read()
             assert (answer.status, answer.headers["retry-after"]) == ("HTTP/1.1 429 Too Many Requests", "1")
             assert "2 streams of this client are open" in answer.json["error"]
+
+
+def asks(agent: Agent, headers: dict[str, str]) -> tuple[int, dict[str, str]]:
+    body = {
+        "inputs": [
+            {"name": name, "datatype": "FP32", "shape": [1, 8], "data": [1.0] * 8} for name in ("a", "b")
+        ]
+    }  # fmt: skip
+    status, _, answered = agent.post(body, headers)
+    return status, answered
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_client_that_asks_too_often(tmp_path: Path, lane: str) -> None:
+    with agent_of(tmp_path, "[limits]\nrequests_per_s = 0.001\nburst = 3\n") as agent:
+        assert [asks(agent, LANES[lane])[0] for _ in range(5)] == [200, 200, 200, 429, 429]
+        _, headers = asks(agent, LANES[lane])
+        # What it has to wait is what the bucket says, and no constant.
+        assert 900 < int(headers["Retry-After"]) <= 1000
+        assert agent.metric("tightfit_requests_total", reason="rate_limited") == 3
+        assert agent.request("/v2/health/live")[0] == 200
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_requests_of_one_client_at_once(tmp_path: Path, lane: str) -> None:
+    with agent_of(tmp_path, "[limits]\nclient_requests = 1\n") as agent, connected(agent, 1, 2) as (slow,):
+        body = b'{"inputs":[]}'
+        slow.send(post(agent.name, body, *(f"{k}: {v}" for k, v in LANES[lane].items()))[:-1])
+        until(lambda: agent.metric("tightfit_in_flight") == 1)
+        with connected(agent, 1, 2) as (second,):
+            answer = second.ask(post(agent.name, body, *(f"{k}: {v}" for k, v in LANES[lane].items())))
+            assert answer.status == "HTTP/1.1 429 Too Many Requests"
+            assert "1 requests of this client go on" in answer.json["error"]
+        assert asks(agent, LANES[lane])[0] == 200
+        assert slow.ask(body[-1:]).status == "HTTP/1.1 400 Bad Request"
+        assert slow.ask(post(agent.name, body)).status == "HTTP/1.1 400 Bad Request"
