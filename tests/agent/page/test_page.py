@@ -162,9 +162,13 @@ def test_traffic_refusals_and_an_engine_kill_are_shown(agent: Agent, browser: Br
 def test_boxes_are_drawn_on_the_picture(agent: Agent, browser: Browser) -> None:
     browser.open(agent.url)
     browser.until("#result-empty", lambda text: "Waiting for the next answer of signs" in text)
-    until(lambda: status_of(agent)["state"] == "serving" and agent.metric("tightfit_streams", model="signs") > 0)
-    send_picture(agent)
-    browser.until("#result", lambda text: "red" in text)
+
+    def seen() -> bool:
+        # The page may not follow yet.
+        send_picture(agent)
+        return "red" in browser.text("#result")
+
+    until(seen)
     until(lambda: "red" in browser.evaluate("document.getElementById('picture').ariaLabel"))
     pixels = "picture.getContext('2d').getImageData(0, 0, picture.width, picture.height).data.buffer"
     colours = browser.evaluate(f"new Set(new Uint32Array({pixels})).size")
@@ -240,3 +244,13 @@ def test_it_goes_on_when_the_agent_is_back_and_when_nothing_is_loaded(
         # What clients sent goes with the model that it was sent to.
         assert agent.request("/v2/models/signs/results/picture")[0] == 404
         browser.until("#event-list", lambda text: "signs: version" in text and "unloaded" in text)
+
+
+@needs_a_browser
+def test_who_may_not_look_is_told_so(settings: Path, browser: Browser, tmp_path: Path) -> None:
+    config = tmp_path / "agent.toml"
+    config.write_text(f'[access]\nanonymous = ["infer"]\n{settings.read_text(encoding="utf-8")}', encoding="utf-8")
+    with serving(None, tmp_path / "log", "--config", str(config)) as agent:
+        browser.open(agent.url)
+        browser.until("#link", lambda text: "the agent answers 401: " in text)
+        assert "signs" not in browser.text("body")
