@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import bundles
 from tests.support.agents import Agent, serving, until
+from tests.support.streams import pick
 from tests.support.wire import LANES, Wire, post
 
 LIVE = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -126,3 +127,29 @@ def test_requests_of_one_client_at_once(tmp_path: Path, lane: str) -> None:
         assert asks(agent, LANES[lane])[0] == 200
         assert slow.ask(body[-1:]).status == "HTTP/1.1 400 Bad Request"
         assert slow.ask(post(agent.name, body)).status == "HTTP/1.1 400 Bad Request"
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_model_that_fails_again_and_again_is_let_rest(tmp_path: Path, lane: str) -> None:
+    """For the client that has it fail; the others go on, and with what they succeed it is tried again."""
+    (tmp_path / "agent.toml").write_text("[limits]\nbreaker_failures = 3\nbreaker_s = 3600\n")
+    bundle = bundles.picking(tmp_path / "picking.tfb")
+    headers = [f"{key}: {value}" for key, value in LANES[lane].items()]
+    good, bad = (post("picking", pick("", 1, row).strip(), *headers) for row in (0, 99))
+    with serving(bundle, tmp_path / "log", "--config", str(tmp_path / "agent.toml")) as agent:
+        with connected(agent, 1, 2) as (failing,), connected(agent, 1, 3) as (other,):
+            assert [failing.ask(bad).status.split()[1] for _ in range(5)] == ["500"] * 3 + ["503"] * 2
+            answer = failing.ask(good)
+            assert answer.status == "HTTP/1.1 503 Service Unavailable"
+            assert 3500 < int(answer.headers["retry-after"]) <= 3600
+            assert agent.metric("tightfit_breaker_open") == 1
+            assert other.ask(good).status == "HTTP/1.1 200 OK"
+            assert agent.metric("tightfit_breaker_open") == 0
+            assert failing.ask(good).status == "HTTP/1.1 200 OK"
+        with connected(agent, 1, 2, b"GET /v2/events?since=0 HTTP/1.1\r\nHost: x\r\n\r\n") as (events,):
+            said = b""
+            while said.count(b"event: breaker") < 2:
+                said += events.socket.recv(1 << 16)
+        assert b'"open":true' in said
+        assert b'"open":false' in said
+        assert "Traceback" not in agent.log
