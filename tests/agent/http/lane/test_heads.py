@@ -140,3 +140,10 @@ def test_equal_heads_are_read_once_and_ids_are_not_remembered() -> None:
     for number in range(2000):
         heads.read(PLAIN.replace(b"Host: x", b"Host: x%d" % number))
     assert heads.read(PLAIN) == parse(PLAIN, FIELDS)
+
+
+@pytest.mark.parametrize(
+    "data", [b"POST /v2/models/add/infer HTTP/1.1\n", b"POST /v2/models/add/infer HTTP/1.1\r\nHost: x\n\n"]
+)
+def test_a_line_that_ends_with_lf_alone_is_not_waited_for(data: bytes) -> None:
+    assert Heads(8190, 64).read(data) is Sign.ODD
