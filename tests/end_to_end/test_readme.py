@@ -116,7 +116,7 @@ def test_the_two_scripts_can_be_run_and_set_up_what_the_readme_installs() -> Non
         assert os.access(ROOT / script, os.X_OK), script
     (extras,) = re.findall(r"pip install -e '\.\[(.*?)\]'", block("python3 -m venv"))
     assert f"make_venv {extras}\n" in (ROOT / "scripts/demo").read_text()
-    assert f"make_venv {extras},dev\n" in (ROOT / "scripts/test").read_text()
+    assert f"make_venv {extras},otel,dev\n" in (ROOT / "scripts/test").read_text()
     assert "scripts/test" in (ROOT / ".ci/run").read_text()
 
 
