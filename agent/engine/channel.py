@@ -32,6 +32,9 @@ ALIGN = 64
 # Making a view takes longer than finding it; each is some 200 bytes, and most layouts have fewer than this.
 _KEPT_VIEWS = 1024
 
+# So much the interpreter copies in a third of what numpy takes to begin. numpy lets other threads go on meanwhile.
+_SMALL_BYTES = 16 << 10
+
 Bytes = NDArray[np.uint8]
 
 
@@ -220,7 +223,6 @@ class Slab:
         self.fd = fd
         self.layout = layout
         self._bytes: Bytes = np.frombuffer(mmap.mmap(fd, layout.nbytes), np.uint8)
-        # Small tensors are copied by the interpreter in a third of what numpy takes to begin.
         self._memory = self._bytes.data
         self._inputs: dict[tuple[int, int], Bytes] = {}
         self._outputs: dict[tuple[int, int], Bytes] = {}
@@ -262,13 +264,17 @@ class Slab:
         view = self._outputs.get((slot, index))
         return self._view(self._outputs, slot, index, self.layout.outputs[index]) if view is None else view
 
-    def put(self, slot: int, index: int, data: memoryview) -> None:
-        """Copy the bytes of a small tensor to where input `index` of the slot begins."""
+    def put(self, slot: int, index: int, data: bytes | memoryview) -> None:
+        """Copy the bytes of a tensor to where input `index` of the slot begins."""
         start, room = self.layout.inputs[index]
         if not 0 <= slot < self.layout.slots or len(data) > room:
             raise ValueError(f"{len(data)} bytes for input {index} of slot {slot}, which has room for {room}")
         start += slot * self.layout.slot_bytes
-        self._memory[start : start + len(data)] = data
+        end = start + len(data)
+        if len(data) <= _SMALL_BYTES:
+            self._memory[start:end] = data
+        else:
+            self._bytes[start:end] = np.frombuffer(data, np.uint8)
 
     def seen(self, slot: int, index: int, nbytes: int) -> memoryview:
         """The first so many bytes of output `index` in the slot, as they are read while the slot is leased."""

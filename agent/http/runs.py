@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from agent.calls import Call
@@ -87,7 +86,7 @@ class Runs:
 def write(served: Served, slot: int, payloads: Sequence[Payload]) -> tuple[int, ...]:
     """Put inputs into the slot: the bytes of each."""
     for index, payload in enumerate(payloads):
-        served.slab.input(slot, index)[: len(payload)] = np.frombuffer(payload, np.uint8)
+        served.slab.put(slot, index, payload)
     return tuple(len(payload) for payload in payloads)
 
 

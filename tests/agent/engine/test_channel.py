@@ -68,7 +68,19 @@ def test_both_ends_see_one_memory() -> None:
     assert seen[4] == 4
 
 
-def test_small_tensors_are_copied_to_their_place_and_no_further() -> None:
+@pytest.mark.parametrize("nbytes", [0, 3, 16 << 10, (16 << 10) + 1, 1 << 20])
+def test_tensors_are_copied_to_their_place(nbytes: int) -> None:
+    data = np.random.default_rng(nbytes).bytes(nbytes)
+    slab = Slab.create(Layout.of(contract_of([1 << 20], [3]), 2))
+    slab.put(1, 0, data)
+    slab.put(1, 0, memoryview(data))
+    assert slab.input(1, 0)[:nbytes].tobytes() == data
+    assert not slab.input(1, 0)[nbytes:].any()
+    assert not slab.input(0, 0).any()
+    slab.close()
+
+
+def test_tensors_are_copied_no_further_than_their_place() -> None:
     slab = Slab.create(Layout.of(contract_of([5], [3]), 2))
     slab.put(1, 0, memoryview(bytes([1, 2, 3])))
     assert slab.input(1, 0).tolist() == [1, 2, 3, 0, 0]
