@@ -45,10 +45,6 @@ CONNECTIONS, HALF_HEADS = 1000, 50
 FILES = 4096
 SLOW_S = 1.0
 BEGINS_S = 60.0
-SETTINGS = """
-[http]
-connections = 2048
-"""
 
 
 def large_request(binary: bool) -> bytes:
@@ -251,7 +247,7 @@ def measure(agent: Agent, seconds: float, rounds: int) -> list[Round]:
 
 
 @contextlib.contextmanager
-def served(folder: Path, settings: str = SETTINGS) -> Iterator[Agent]:
+def served(folder: Path, settings: str = "") -> Iterator[Agent]:
     """An agent with a small model and a large one."""
     bundles.adding(folder / "adding.tfb")
     bundles.identity(folder / "large.tfb", DType.FLOAT32, SHAPE)

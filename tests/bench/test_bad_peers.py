@@ -8,7 +8,6 @@ from bench.bad_peers import RATE, one_round, reasons_of, served
 
 SETTINGS = """
 [http]
-connections = 2048
 keepalive_s = 60
 send_s = 2
 [limits]

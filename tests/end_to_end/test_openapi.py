@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.support import bundles
 from tests.support.agents import Agent, serving
+from tests.support.wire import LANES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -32,8 +33,9 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
         assert "Traceback" not in agent.log
 
 
+@pytest.mark.parametrize("lane", LANES)
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
-def test_every_operation_does_what_is_described(agent: Agent, mode: GenerationMode) -> None:
+def test_every_operation_does_what_is_described(agent: Agent, mode: GenerationMode, lane: str) -> None:
     description = openapi.from_url(f"{agent.url}/v2/openapi.json").exclude(path_regex=ENDLESS)
     operations = [each.ok() for each in description.get_all_operations()]
     if mode is GenerationMode.NEGATIVE:
@@ -46,6 +48,6 @@ def test_every_operation_does_what_is_described(agent: Agent, mode: GenerationMo
         @settings(max_examples=2, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
                   suppress_health_check=list(HealthCheck))  # fmt: skip
         def ask(case: Any) -> None:
-            case.call_and_validate(excluded_checks=UNSAID)
+            case.call_and_validate(excluded_checks=UNSAID, headers=LANES[lane])
 
         ask()
