@@ -23,9 +23,9 @@ def test_who_behaves_is_served_beside_all_others(tmp_path: Path) -> None:
     assert measured.failures == {}
     # Arrivals are random, and always the same.
     assert measured.answered > 6 * RATE * 0.7
-    # Large bodies are answered, half heads are ended with a reason, and connections that say nothing are left alone.
+    # Large bodies are answered, half heads are ended with a reason, and connections that say nothing make room.
     assert measured.ends["bodies"]["200"] > 0
     assert measured.ends["heads"].keys() == {"408"}
     assert reasons["slow_head"] >= measured.ends["heads"].total() > 0
-    assert measured.ends["connections"] == {}
+    assert measured.ends["connections"].keys() <= {"503", "429", "closed"}
     assert reasons["slow_reader"] + reasons["disconnected"] > 0
