@@ -100,7 +100,13 @@ TABLE: dict[Reason, Answer] = {
     Reason.UNAUTHENTICATED: Answer(
         401, None, Mqtt.NOT_AUTHORIZED, 0x17, "nobody knows who asks, or the token is nobody's"
     ),
-    Reason.FORBIDDEN: Answer(403, None, Mqtt.NOT_AUTHORIZED, 0x18, "the caller lacks the role that this needs"),
+    Reason.FORBIDDEN: Answer(
+        403,
+        None,
+        Mqtt.NOT_AUTHORIZED,
+        0x18,
+        "the caller lacks the role that this needs, or a page of another site asks",
+    ),
     # How busy the server is and how much one client asks are different things to a client: RFC 6585, section 4.
     Reason.CLIENT_QUEUE_FULL: Answer(
         429, 1, Mqtt.QUOTA_EXCEEDED, 0x20, "as many requests of this client wait as may of one"

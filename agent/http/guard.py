@@ -8,6 +8,7 @@ from aiohttp.typedefs import Middleware
 from agent.access.access import Access
 from agent.access.audit import name_of
 from agent.access.callers import NOBODY, Caller, Need, Role, decide, need_of
+from agent.access.origins import is_foreign
 from agent.errors import Reason, RefusedError
 from agent.gateway import Gateway
 from agent.http.answers import Handler, judged, refusal
@@ -16,6 +17,8 @@ from agent.http.echo import echoed
 
 CALLER = "caller"
 """Entry of a request for who asks."""
+CHANGED = "changed"
+"""Entry of a request for what the audit says of it beside its model: names and values."""
 
 
 def guard_of(access: Access, gateway: Gateway) -> Middleware:
@@ -30,6 +33,7 @@ def guard_of(access: Access, gateway: Gateway) -> Middleware:
         need = need_of(request.method, resource.canonical)
         caller = NOBODY
         try:
+            _check_origin(request)
             if need.roles:
                 caller = request[CALLER] = access.caller(request.transport, _authorization(request))
                 _check(caller, need, request.match_info.get("model", ""))
@@ -62,6 +66,16 @@ def _authorization(request: web.Request) -> str | None:
     return found[0] if found else None
 
 
+def _check_origin(request: web.Request) -> None:
+    origins = request.headers.getall("Origin", [])
+    if is_foreign(origins, request.headers.getall("Host", [])):
+        raise RefusedError(
+            Reason.FORBIDDEN,
+            f"the header Origin, {', '.join(origins)[:100]!r}, says that a page of another site asks",
+            "ask from a program, or from a page whose address has the host and port that Host has",
+        )
+
+
 def _check(caller: Caller, need: Need, model: str) -> None:
     reason = decide(caller, need, model)
     if reason is None:
@@ -88,7 +102,9 @@ def _refused(
 
 async def _audited(access: Access, request: web.Request, handler: Handler, caller: Caller) -> web.StreamResponse:
     def write(outcome: str) -> None:
-        access.audit.done(_what(request), name_of(caller), _where(request), outcome, **_model(request))
+        access.audit.done(
+            _what(request), name_of(caller), _where(request), outcome, **_model(request), **request.get(CHANGED, {})
+        )
 
     try:
         response = await handler(request)

@@ -14,12 +14,15 @@ from aiohttp import web
 from agent.errors import Reason, RefusedError
 from agent.http.answers import SERVER, json
 from agent.http.bodies import read_body
+from agent.http.guard import CHANGED
 from agent.http.strict_json import decode
 from agent.repository import Repository
 from targets.errors import TightfitError, did_you_mean
 
 _MOST_BYTES = 64 << 10
 _BODY_S = 10.0
+# Of what the audit says.
+_MOST_CHARACTERS = 500
 # A load names another bundle by `bundle`; unloading what depends on a model means nothing where nothing does.
 _LOAD, _UNLOAD = ("bundle",), ("unload_dependents",)
 
@@ -54,13 +57,24 @@ class RepositoryApi:
         bundle = _parameters(await _body(request, _Change), _LOAD).get("bundle")
         if not isinstance(bundle, str | None):
             raise RefusedError(Reason.BAD_REQUEST, f"parameter bundle is {bundle!r}"[:200], "it must be a path")
+        if bundle is not None:
+            request[CHANGED] = {"bundle": bundle[:_MOST_CHARACTERS]}
         try:
             await self._repository.load(name, bundle)
         except RefusedError:
             raise
         except TightfitError as error:
             raise RefusedError(Reason.BAD_REQUEST, f"failed to load {name!r}: {error.message}", error.hint) from None
+        request[CHANGED] = self._loaded(name)
         return _done()
+
+    def _loaded(self, name: str) -> dict[str, str]:
+        """Which bundles the model is now, and their versions, for the audit."""
+        entries = [each for each in self._repository.entries if each.name == name and each.active is not None]
+        return {
+            "bundle": ",".join(each.options.bundle for each in entries)[:_MOST_CHARACTERS],
+            "version": ",".join(each.active.version for each in entries if each.active),
+        }
 
     async def unload(self, request: web.Request) -> web.Response:
         _parameters(await _body(request, _Change), _UNLOAD)

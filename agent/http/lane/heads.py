@@ -28,10 +28,10 @@ _LENGTH = re.compile(r"0|[1-9][0-9]{0,17}")
 _CONNECTIONS = {None: False, "keep-alive": False, "close": True}
 # What curl, tritonclient and perf_analyzer say of an infer request; images say something else.
 _MEDIA_TYPES = frozenset({"", "application/json", "application/octet-stream", "application/x-www-form-urlencoded"})
-# What frames, encodes, delays or hands over a message.
+# What frames, encodes, delays or hands over a message, and what browsers add: `agent.http.guard` judges that.
 _ODD = frozenset(
     {"transfer-encoding", "te", "trailer", "content-encoding", "content-range", "expect", "upgrade", "http2-settings",
-     "proxy-connection", "keep-alive"}
+     "proxy-connection", "keep-alive", "origin"}
 )  # fmt: skip
 
 # A client repeats its head, byte for byte. So many different ones are remembered, each of some KiB at most.

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from agent.access.tokens import line_of, make
+from targets.bundle import read_manifest
 from tests.support import bundles
 from tests.support.agents import Agent, run_agent, serving, until
 from tests.support.certificates import Authority, Pair
@@ -232,6 +233,63 @@ def test_what_administrators_do_is_written_down(tmp_path: Path, known: Known) ->
         ["load", "anonymous", "127.0.0.1", "add", "unauthenticated"],
         ["load", "anonymous", "unix", "add", "unauthenticated"],
     ]
+    loaded, *others = audited(agent)
+    assert loaded["bundle"] == str(tmp_path / "add.tfb")
+    assert loaded["version"] == read_manifest(tmp_path / "add.tfb").version
+    assert not any("bundle" in each or "version" in each for each in others)
+
+
+def test_the_bundle_that_was_asked_for_is_written_down(tmp_path: Path) -> None:
+    """Whether or not it came to that."""
+    config = tmp_path / "agent.toml"
+    config.write_text(f'[repository]\ncontrol = true\nfolders = ["{tmp_path}"]\n')
+    arguments = ("--config", str(config))
+    with serving(bundles.add(tmp_path / "add.tfb"), tmp_path / "log", *arguments) as agent:
+        body = json.dumps({"parameters": {"bundle": "no\n" + "x" * 1000}}).encode()
+        load = asking("POST", "/v2/repository/models/add/load", body)
+        assert ask(("127.0.0.1", agent.port), load, {}, None).status in (400, 404)
+    (line,) = audited(agent)
+    assert line["outcome"] != "done"
+    assert line["bundle"] == "no\n" + "x" * 497
+
+
+# --- pages of other sites
+
+
+@pytest.mark.parametrize("where", ["tcp", "unix"])
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_pages_of_other_sites_may_nothing(agent: Agent, known: Known, lane: str, endpoint: str, where: str) -> None:
+    """Whoever has them open: here somebody who may do all."""
+    request, roles = ENDPOINTS[endpoint]
+    role = next(iter(roles - {""}))
+    address = ("127.0.0.1", agent.port) if where == "tcp" else str(agent.log_file.parent / "socket")
+    headers = {**LANES[lane], "Authorization": f"Bearer {known.tokens[role]}"}
+    tls = known.authority.trusting() if where == "tcp" else None
+    for origin in ("http://evil.example", "null", "https://x:8080"):
+        answer = ask(address, request, {**headers, "Origin": origin}, tls)
+        assert answer.status == 403, answer
+        assert "a page of another site asks" in answer.json["error"]
+    for origin in ("http://x", "https://x"):
+        assert ask(address, request, {**headers, "Origin": origin}, tls).status != 403
+
+
+def test_an_open_agent_refuses_them_too(tmp_path: Path) -> None:
+    """Where nobody is asked who he is, and whatever came before on the same connection."""
+    config = tmp_path / "agent.toml"
+    config.write_text("[repository]\ncontrol = true\n")
+    arguments = ("--config", str(config))
+    with serving(bundles.add(tmp_path / "add.tfb"), tmp_path / "log", *arguments) as agent:
+        evil = "Origin: http://evil.example"
+        with Peer(("127.0.0.1", agent.port)) as peer:
+            for more, status in (((), 200), ((evil,), 403), ((), 200), (("Origin: http://x",), 200), ((evil,), 403)):
+                peer.send(post("add", SUM, *SUM_HEADERS, *more))
+                assert peer.answer().status == status
+        unload = asking("POST", "/v2/repository/models/add/unload", b"{}")
+        headers = {"Origin": "http://evil.example", "Content-Type": "text/plain"}
+        assert ask(("127.0.0.1", agent.port), unload, headers, None).status == 403
+        assert ask(("127.0.0.1", agent.port), ENDPOINTS["model ready"][0], {}, None).status == 200
+    assert [line["outcome"] for line in audited(agent)] == ["forbidden"]
 
 
 # --- certificates of clients
