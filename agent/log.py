@@ -20,7 +20,7 @@ def configure(level: str, style: str) -> None:
     render: Any = shown if console else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
-            *([] if console else [_name_service]),
+            *([_escape] if console else [_name_service]),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info if not console else structlog.processors.StackInfoRenderer(),
@@ -52,6 +52,14 @@ class _Lines:
 def _name_service(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     """Where the logs of several services come together, whose this is."""
     return {"service_name": SERVICE, **event}
+
+
+def _escape(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """A terminal obeys characters that a client may have chosen, or shows something else for them; JSON has escapes."""
+    return {
+        name: value.encode("unicode_escape").decode() if isinstance(value, str) and not value.isprintable() else value
+        for name, value in event.items()
+    }
 
 
 def get(name: str) -> Any:
