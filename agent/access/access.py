@@ -6,8 +6,10 @@ What cannot be used changes nothing: what was there before goes on, and one line
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import ssl
 import time
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -17,10 +19,11 @@ from agent.access.callers import EVERYBODY, Caller
 from agent.access.files import Watch, is_private, located, read
 from agent.access.peers import is_local, process_of
 from agent.access.policy import Policy, policy_of
+from agent.access.revoked import identity_of
 from agent.access.tls import files_of, names_of, secured
 from agent.access.tokens import Tokens, parse
 from agent.config import Config
-from agent.errors import ConfigError
+from agent.errors import ConfigError, Reason, RefusedError
 
 # Whoever renews certificates has done so by then, or should hear of it.
 _SOON_S = 7 * 86_400
@@ -37,6 +40,8 @@ class Access:
         self.policy: Policy = _policy(config)
         """Another one whenever something is another than before."""
         self.handshakes_failed = 0
+        self.on_reload: list[Callable[[], None]] = []
+        """Called when all was read again, for what was let in before."""
         self._watch: Watch | None = None
         self._say()
 
@@ -72,7 +77,7 @@ class Access:
 
     def caller(self, transport: asyncio.BaseTransport | None, authorization: str | None) -> Caller:
         """Who asks: by his token, else by his certificate, else by his process, else nobody knows. A token that is
-        nobody's is refused, whoever has it. Raises RefusedError."""
+        nobody's is refused, whoever has it, and so is a certificate that was revoked. Raises RefusedError."""
         policy = self.policy
         if policy.is_open:
             return EVERYBODY
@@ -83,6 +88,8 @@ class Access:
         caller = None
         if policy.by_certificate:
             caller = policy.with_certificate(names_of(transport.get_extra_info("peercert") or {}))
+            if caller is not None:
+                self._check_revoked(transport)
         if caller is None and (policy.by_user or policy.by_group) and (process := process_of(transport)):
             caller = policy.of_process(*process)
         return caller or (policy.local if is_local(transport) else policy.remote)
@@ -109,14 +116,29 @@ class Access:
         except ConfigError as error:
             self._log.error("TLS goes on with the certificate that it has", error=str(error))
             failed.append(str(error))
+        for each in self.on_reload:
+            each()
         return failed
 
     def _reload_tls(self) -> None:
         if self._secured is None:
             return
-        before, self._secured = self._secured.certificate, secured(self._config.tls)
-        if self._secured.certificate != before:
+        before, after = self._secured, secured(self._config.tls)
+        self._secured = after
+        if after.revoked != before.revoked:
+            # Whoever was let in by the policy is looked at once more.
+            self.policy = dataclasses.replace(self.policy)
+            self.audit.done("crl", "the file", self._config.tls.crl, revoked=len(after.revoked))
+        if after.certificate != before.certificate:
             self._say()
+
+    def _check_revoked(self, transport: asyncio.BaseTransport) -> None:
+        """Of who is connected; a handshake lets nobody in."""
+        if self._secured is None or not self._secured.revoked:
+            return
+        shown = transport.get_extra_info("ssl_object").getpeercert(True)
+        if shown is not None and identity_of(shown) in self._secured.revoked:
+            raise RefusedError(Reason.UNAUTHENTICATED, "the certificate has been revoked", "ask for one that is valid")
 
     def _reload_policy(self, config: Config) -> None:
         before, after = self.policy, _policy(config)

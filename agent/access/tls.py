@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.access.files import located, read
+from agent.access.revoked import Identity, revoked_in
 from agent.config import Tls
 from agent.errors import ConfigError
 
@@ -44,10 +45,11 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Secured:
-    """The context of a server, and the certificate in it."""
+    """The context of a server, the certificate in it, and which of clients are revoked."""
 
     context: ssl.SSLContext
     certificate: Certificate
+    revoked: frozenset[Identity] = frozenset()
 
 
 def files_of(tls: Tls) -> list[Path]:
@@ -64,7 +66,17 @@ def secured(tls: Tls) -> Secured:
     certificate = _seen_by_a_client(chain, key, leaf)
     if tls.client_ca:
         _trust(context, tls)
-    return Secured(context, certificate)
+    return Secured(context, certificate, _revoked(tls))
+
+
+def _revoked(tls: Tls) -> frozenset[Identity]:
+    if not tls.crl:
+        return frozenset()
+    path = located(tls.crl)
+    try:
+        return revoked_in(read(path, "the crl"))
+    except ValueError as error:
+        raise ConfigError(f"the crl {path}: {error}") from None
 
 
 def _server(minimum: str) -> ssl.SSLContext:

@@ -47,6 +47,20 @@ def guard_of(access: Access, gateway: Gateway) -> Middleware:
     return guard
 
 
+def why_no_longer(access: Access, request: web.Request) -> RefusedError | None:
+    """Why whoever was let in may not go on with what he began, where he may not."""
+    resource = request.match_info.route.resource
+    if resource is None or request.transport is None:
+        return None
+    need = need_of(request.method, resource.canonical)
+    try:
+        if need.roles:
+            _check(access.caller(request.transport, _authorization(request)), need, request.match_info.get("model", ""))
+    except RefusedError as error:
+        return error
+    return None
+
+
 def client_of(request: web.Request) -> str:
     """Whom limits and turns are counted for: a caller by his name, others by their address."""
     caller: Caller | None = request.get(CALLER)

@@ -52,8 +52,8 @@ class StreamApi:
         self._options = config.streams
         self._epoch = new_epoch()
         self.feeds = ResultFeeds(self._epoch, config.streams.patience_s, config.http.send_s)
-        self._open: dict[_Exchange, tuple[str, str]] = {}
-        """The model and the client of each."""
+        self._open: dict[_Exchange, tuple[str, str, web.Request]] = {}
+        """The model, the client and the request of each."""
         self._hangups = Hangups()
         gateway.on_drain.append(self._stop)
         gateway.on_leave.append(lambda served: self.feeds.pictures.forget(served.name))
@@ -121,7 +121,7 @@ class StreamApi:
         return Following(request, feed, encoder, encode, self._options.heartbeat_s, self._config.http.send_s)
 
     async def _run(self, request: web.Request, model: str, exchange: _Exchange) -> web.StreamResponse:
-        self._open[exchange] = model, client_of(request)
+        self._open[exchange] = model, client_of(request), request
         try:
             done_sending = self._config.http.half_close or not request.keep_alive
             with self._hangups.watching(request.transport, done_sending):
@@ -137,7 +137,7 @@ class StreamApi:
                 Reason.QUEUE_FULL, f"{self._options.most} streams are open, as many as may", "close one, or try later"
             )
         most, client = self._config.limits.client_streams, client_of(request)
-        if most and [each for _, each in self._open.values()].count(client) >= most:
+        if most and [each for _, each, _ in self._open.values()].count(client) >= most:
             raise RefusedError(
                 Reason.CLIENT_BUSY, f"{most} streams of this client are open, as many as may", "close one, or try later"
             )
@@ -146,7 +146,13 @@ class StreamApi:
         return self._repository.find(request.match_info["model"], request.match_info.get("version"))
 
     def _counts(self) -> Iterator[tuple[str, float]]:
-        return ((model, 1.0) for model, _ in list(self._open.values()))
+        return ((model, 1.0) for model, _, _ in list(self._open.values()))
+
+    def end_those(self, why: Callable[[web.Request], RefusedError | None]) -> None:
+        """End each of whose request it says why, with a record that tells it."""
+        for exchange, (_, _, request) in list(self._open.items()):
+            if (error := why(request)) is not None:
+                exchange.stop(error.reason, error.message)
 
     def _stop(self) -> None:
         for exchange in list(self._open):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from aiohttp import web
 from msgspec import structs
@@ -28,7 +29,7 @@ from agent.http.codecs import (
 from agent.http.echo import echoed
 from agent.http.ensembles import EnsembleApi
 from agent.http.generate import GenerateApi
-from agent.http.guard import client_of, guard_of, much_is_unread
+from agent.http.guard import client_of, guard_of, much_is_unread, why_no_longer
 from agent.http.hints import priority_of, timeout_of
 from agent.http.lane.lane import Lane
 from agent.http.model_config import config_of
@@ -73,6 +74,7 @@ class V2:
         self._runs = Runs(gateway)
         self._ensembles = EnsembleApi(gateway, repository, config, self._runs, self._send)
         self._streams = StreamApi(gateway, repository, config, self._runs, self._body_bytes)
+        access.on_reload.append(lambda: self._streams.end_those(partial(why_no_longer, access)))
         self._page = PageApi(gateway, repository, config, version)
         self._sequences = Sequences(gateway, config.requests.sequence_idle_s)
         self._texts = GenerateApi(gateway, config, self._runs, self._settled, self._receive)

@@ -22,6 +22,7 @@ from tests.support import bundles
 from tests.support.agents import Agent, run_agent, serving, until
 from tests.support.certificates import Authority, Pair
 from tests.support.peers import Answer, Peer
+from tests.support.streams import LINES, Exchange, line
 from tests.support.wire import LANES, post, tensors
 
 ROLES = ("infer", "observe", "admin")
@@ -32,6 +33,10 @@ SUM, SUM_HEADERS = tensors({"a": ONES, "b": ONES}, binary=True)
 def asking(method: str, path: str, body: bytes = b"") -> bytes:
     length = [f"Content-Length: {len(body)}"] if method == "POST" else []
     return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *length, "", ""]).encode() + body
+
+
+def pair_of(id_: str) -> bytes:
+    return line(id_, a=("FP32", ONES.tolist()), b=("FP32", ONES.tolist()))
 
 
 ENDPOINTS = {
@@ -337,6 +342,90 @@ def test_certificates_that_are_needed_and_revoked(tmp_path: Path, known: Known) 
         crl.write_bytes(known.authority.revoke(bad).read_bytes())
         until(lambda: status(bad) == 0)
         assert status(good) == 200
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_who_is_connected_by_a_certificate_that_is_revoked(tmp_path: Path, known: Known, lane: str) -> None:
+    """Is told so with the next request, while another who is connected goes on."""
+    good, bad = known.authority.issue("infer.vehicle"), known.authority.issue("infer.vehicle")
+    config, crl = known.configure(tmp_path), tmp_path / "crl.pem"
+    crl.write_bytes(known.authority.revoked().read_bytes())
+    config.write_text(config.read_text().replace("[tls]\n", f'[tls]\ncrl = "{crl}"\n'))
+    arguments = ("--config", str(config))
+    request = post("add", SUM, *SUM_HEADERS, *[f"{name}: {value}" for name, value in LANES[lane].items()])
+    with serving(bundles.add(tmp_path / "add.tfb"), tmp_path / "log", *arguments, free_port=False) as agent:
+        address = ("127.0.0.1", agent.port)
+        with (
+            Peer(address, tls=known.authority.trusting(good)) as one,
+            Peer(address, tls=known.authority.trusting(bad)) as other,
+        ):
+
+            def answer(peer: Peer) -> Answer:
+                peer.send(request)
+                return peer.answer()
+
+            assert (answer(one).status, answer(other).status) == (200, 200)
+            crl.write_bytes(known.authority.revoke(bad).read_bytes())
+            until(lambda: answer(other).status == 401)
+            assert "the certificate has been revoked" in answer(other).json["error"]
+            assert answer(one).status == 200
+
+
+def test_streams_end_with_the_token_that_opened_them(tmp_path: Path, known: Known) -> None:
+    config = known.configure(tmp_path)
+    arguments = ("--config", str(config))
+    tokens = tmp_path / "tokens"
+    with serving(bundles.add(tmp_path / "add.tfb"), tmp_path / "log", *arguments, free_port=False) as agent:
+        agent.tls = known.authority.trusting()
+
+        def bearer(role: str) -> dict[str, str]:
+            return {"Authorization": f"Bearer {known.tokens[role]}"}
+
+        lines = {"Accept": LINES}
+        with (
+            Exchange(agent, "/v2/events", headers=lines | bearer("observe")) as events,
+            Exchange(agent, "/v2/models/add/stream", LINES, headers=bearer("infer")) as records,
+            Exchange(agent, "/v2/models/add/stream", LINES, headers=bearer("admin")) as never,
+        ):
+            assert (events.status, records.status, never.status) == (200, 200, 403)
+            kept = [line for line in tokens.read_text().splitlines(True) if not line.startswith("observe ")]
+            tokens.write_text("".join(kept))
+            last = events.records()[-1]
+            assert (last["status"], last["error"]) == (401, "the bearer token is nobody's")
+            records.send(pair_of("1"))
+            assert records.records(1)[0]["status"] == 200
+            # A role that is taken away ends it as well.
+            text = config.read_text()
+            assert text.count('infer = ["*"]') == 1
+            config.write_text(text.replace('infer = ["*"]', 'infer = ["another"]'))
+            agent.process.send_signal(signal.SIGHUP)
+            last = records.records()[-1]
+            assert (last["status"], last["error"]) == (403, "caller 'infer' lacks the role infer for this")
+
+
+def test_streams_end_with_the_certificate_that_opened_them(tmp_path: Path, known: Known) -> None:
+    good, bad = known.authority.issue("observe.vehicle"), known.authority.issue("observe.vehicle")
+    config, crl = known.configure(tmp_path), tmp_path / "crl.pem"
+    crl.write_bytes(known.authority.revoked().read_bytes())
+    config.write_text(config.read_text().replace("[tls]\n", f'[tls]\ncrl = "{crl}"\n'))
+    arguments = ("--config", str(config))
+    with serving(bundles.add(tmp_path / "add.tfb"), tmp_path / "log", *arguments, free_port=False) as agent:
+        opened = []
+        for pair in (good, bad):
+            agent.tls = known.authority.trusting(pair)
+            opened.append(Exchange(agent, "/v2/events", headers={"Accept": LINES}))
+        with opened[0] as stays, opened[1] as ends:
+            assert (stays.status, ends.status) == (200, 200)
+            crl.write_bytes(known.authority.revoke(bad).read_bytes())
+            last = ends.records()[-1]
+            assert (last["status"], last["error"]) == (401, "the certificate has been revoked")
+
+            def count() -> bytes:
+                metrics = ask(("127.0.0.1", agent.port), ENDPOINTS["metrics"][0], {}, known.authority.trusting(good))
+                return next(line for line in metrics.body.splitlines() if line.startswith(b"tightfit_streams{"))
+
+            until(lambda: count().endswith(b" 1.0"))
+            assert not stays.ended
 
 
 # --- Unix sockets
