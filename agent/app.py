@@ -132,6 +132,9 @@ async def _serve(
     telemetry.built(version())
     telemetry.watch_one("tightfit_budget_bytes", "What the agent may use of this machine's memory.", lambda: budget)
     gateway = Gateway(config, telemetry, tracer=tracer)
+    if tracer is not None:
+        telemetry.watch_one_count("tightfit_spans_made", "Spans that were made.", lambda: tracer.made)
+        telemetry.watch_one_count("tightfit_spans_sent", "Spans that the collector took.", tracer.sent)
     # What is loaded later is laid out before, with `tightfit-agent finalise`: that may take longer than anyone waits.
     repository = Repository(config, gateway, budget, lambda options: _open(config, budget, options, may_finalise=False))
     reloads = Reloads(config, source, access, repository)

@@ -15,7 +15,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from opentelemetry import trace
@@ -41,9 +41,15 @@ _NS = 1_000_000_000
 class Tracer:
     """Makes spans of calls that have ended, and hands them to `processor`."""
 
-    def __init__(self, ratio: float, processor: SpanProcessor, version: str) -> None:
+    def __init__(
+        self, ratio: float, processor: SpanProcessor, version: str, sent: Callable[[], int] = lambda: 0
+    ) -> None:
         """Of requests without a `traceparent`, a part of `ratio` (0..1) is traced."""
         self._ratio = ratio
+        self.made = 0
+        """Spans, whatever became of them."""
+        self.sent = sent
+        """How many of them somebody took."""
         resource = Resource.create({"service.name": log.SERVICE, "service.version": version})
         # Which requests have spans is decided here.
         self._provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False)
@@ -72,10 +78,12 @@ class Tracer:
         for stage in stages_of(call, now):
             part = self._tracer.start_span(stage.name, below, start_time=epoch_ns + round(stage.began * _NS))
             part.end(epoch_ns + round(stage.ended * _NS))
+            self.made += 1
         if TABLE[reason].status >= 500:
             span.set_status(trace.StatusCode.ERROR)
             span.set_attribute("error.type", reason.value)
         span.end(epoch_ns + round(now * _NS))
+        self.made += 1
 
     def close(self) -> None:
         """Send what was not sent, if that is quickly done. Blocks."""
@@ -141,6 +149,7 @@ class _Told(SpanExporter):
         self._exporter = exporter
         self._log = log.get("tracing")
         self._lost = 0
+        self.sent = 0
         # It would say so with every batch, in words of its own.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
 
@@ -150,7 +159,9 @@ class _Told(SpanExporter):
             if not self._lost:
                 self._log.warning("spans cannot be sent: does a collector listen where [tracing] says?")
             self._lost += len(spans)
-        elif self._lost:
+            return result
+        self.sent += len(spans)
+        if self._lost:
             self._log.info("spans are sent again", lost=self._lost)
             self._lost = 0
         return result
@@ -168,4 +179,4 @@ def to_collector(options: Tracing, version: str) -> Tracer:
         schedule_delay_millis=_EVERY_MS,
         max_export_batch_size=min(_AT_ONCE, options.queue_length),
     )
-    return Tracer(options.ratio, processor, version)
+    return Tracer(options.ratio, processor, version, lambda: exporter.sent)

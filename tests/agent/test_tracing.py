@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -125,6 +126,9 @@ class Collector(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         self.status = 200
+        self.goes = threading.Event()
+        """While it is not set nothing is answered."""
+        self.goes.set()
         self.refused = 0
         self.spans: list[Any] = []
         self.resources: list[dict[str, str]] = []
@@ -149,6 +153,7 @@ class Exports(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         assert (self.path, self.headers["Content-Type"]) == ("/v1/traces", "application/x-protobuf")
+        assert self.server.goes.wait(60)
         if self.server.status == 200:
             for traces in ExportTraceServiceRequest.FromString(body).resource_spans:
                 self.server.resources.append({each.key: each.value.string_value for each in traces.resource.attributes})
@@ -192,6 +197,30 @@ def ask(agent: Agent, id_: str, flags: str = "01", body: bytes | None = None) ->
     status, _, echoed = agent.post(tensors if body is None else body, headers)
     assert echoed[TRACE_PARENT] == headers[TRACE_PARENT]
     return status
+
+
+def counted(agent: Agent) -> dict[str, int]:
+    text = agent.request("/metrics")[1].decode()
+    return {name: int(float(value)) for name, value in re.findall(r"^tightfit_spans_(\w+)_total (\S+)$", text, re.M)}
+
+
+def test_spans_for_which_there_is_no_room_are_counted(tmp_path: Path, collector: Collector) -> None:
+    """While the collector takes its time, 16 are on their way to it, 16 wait, and the rest finds no room."""
+    arguments = configured(tmp_path, collector.endpoint)
+    config = tmp_path / "agent.toml"
+    config.write_text(config.read_text("utf-8") + "queue_length = 16\n", encoding="utf-8")
+    with serving(bundles.add(tmp_path / "add.tfb"), tmp_path / "log", *arguments) as agent:
+        collector.goes.clear()
+        try:
+            for turn in range(20):
+                assert ask(agent, f"{turn}") == 200
+        finally:
+            collector.goes.set()
+        until(lambda: 0 < counted(agent)["sent"] == len(collector.spans))
+        made = counted(agent)["made"]
+        assert made == 120
+        assert agent.stop() == 0
+    assert 16 <= len(collector.spans) < made
 
 
 def test_a_collector_gets_the_spans_of_both_lanes(tmp_path: Path, collector: Collector) -> None:
@@ -238,6 +267,7 @@ def test_a_collector_that_fails_is_said_once_and_harms_nobody(tmp_path: Path, co
         until(lambda: "spans are sent again" in agent.log)
         assert agent.log.count("spans cannot be sent") == 1
         assert '"lost": 18' in agent.log
+        until(lambda: counted(agent) == {"made": 24, "sent": 6})
         assert agent.stop() == 0
         assert "Traceback" not in agent.log
 

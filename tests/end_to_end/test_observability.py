@@ -36,7 +36,9 @@ def scrape(tmp_path_factory: pytest.TempPathFactory) -> Scrape:
     """Names of samples, and the labels that they have, as an agent shows them that has answered and refused."""
     folder = tmp_path_factory.mktemp("observed")
     (folder / "agent.toml").write_text(
-        f'[[models]]\nbundle = "{bundles.add(folder / "add.tfb")}"\ncache_mib = 1\nresults_mib = 1\n', encoding="utf-8"
+        f'[[models]]\nbundle = "{bundles.add(folder / "add.tfb")}"\ncache_mib = 1\nresults_mib = 1\n'
+        '[tracing]\nendpoint = "http://127.0.0.1:9/v1/traces"\nratio = 0\n',
+        encoding="utf-8",
     )
     with serving(None, folder / "log", "--config", str(folder / "agent.toml")) as agent:
         body = {"inputs": [{"name": n, "shape": [1, 8], "datatype": "FP32", "data": [1] * 8} for n in "ab"]}
