@@ -105,6 +105,11 @@ class Protocol(web.RequestHandler):
         """Whether it waits for a request."""
         return self._waiter is not None and not self._messages
 
+    @property
+    def was_too_slow(self) -> bool:
+        """Whether it was cut off, for its client took next to nothing."""
+        return self._reader is not None and self._reader.gave_up
+
     def give_up(self) -> None:
         """Close it for somebody else to come."""
         self.force_close()

@@ -55,12 +55,14 @@ class Tempo:
 
 
 class Reader:
-    """Watches a client while more waits for it than may: all of it must leave within `send_s`, and keep pace."""
+    """Watches a client while more waits for it than may: all of it must leave within `send_s`, and keep pace. One that
+    does not is cut off, and `gave_up` then."""
 
-    __slots__ = ("_pace", "_tempo", "_timer", "_transport", "_waits")
+    __slots__ = ("_pace", "_tempo", "_timer", "_transport", "_waits", "gave_up")
 
     def __init__(self, tempo: Tempo, transport: asyncio.Transport) -> None:
         """Begin."""
+        self.gave_up = False
         self._tempo, self._transport = tempo, transport
         self._pace, self._waits = tempo.pace(tempo.http.send_s), untaken(transport)
         self._arm()
@@ -77,6 +79,7 @@ class Reader:
         if self._transport.is_closing():
             return
         if self._pace.too_slow(self._waits - untaken(self._transport), time.monotonic()):
+            self.gave_up = True
             self._tempo.cut(self._transport, Reason.SLOW_READER)
         else:
             self._arm()

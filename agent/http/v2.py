@@ -14,7 +14,7 @@ from agent import log
 from agent.access.access import Access
 from agent.calls import Call
 from agent.config import Config
-from agent.errors import Reason, RefusedError
+from agent.errors import TABLE, Reason, RefusedError
 from agent.gateway import Gateway
 from agent.http.answers import SERVER, CutOffError, errors, json, judged, refusal
 from agent.http.bodies import check_length, choose_encoding, decompress, read_body
@@ -185,13 +185,13 @@ class V2:
         try:
             return await handler(call, request)
         except asyncio.CancelledError:
-            reason = Reason.DISCONNECTED
+            reason, message = self._why_gone(request)
             raise
         except CutOffError as error:
             reason, message = error.reason, str(error)
             return error.response
         except ConnectionError:
-            reason, message = Reason.DISCONNECTED, "the client went away"
+            reason, message = self._why_gone(request)
         except Exception as error:  # noqa: BLE001 - answered, and logged where it is ours; the server goes on
             reason, message = judged(error)
             failed = error
@@ -326,6 +326,12 @@ class V2:
         return response
 
     # --- small parts
+
+    def _why_gone(self, request: web.Request) -> tuple[Reason, str]:
+        """Of a connection that is lost: it may have been the agent that cut it."""
+        if getattr(request.protocol, "was_too_slow", False):
+            return Reason.SLOW_READER, TABLE[Reason.SLOW_READER].meaning
+        return Reason.DISCONNECTED, "the client went away"
 
     def _entry(self, request: web.Request) -> Entry:
         return self._repository.find(request.match_info["model"], request.match_info.get("version"))

@@ -138,7 +138,7 @@ def test_length_and_chunked_together_are_not_served_twice(agent: Agent) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "/", "/v1", "/v2/", "/v2/models", "/v2/models//infer", "/v2/models/..%2f..%2fetc/infer", "/v2/models/%00/infer",
+        "/v1", "/v2/", "/v2/models", "/v2/models//infer", "/v2/models/..%2f..%2fetc/infer", "/v2/models/%00/infer",
         f"/v2/models/{'a' * 300}/infer", "/v2/models/none", "/v2/models/none/ready", "/v2/models/add/versions/1",
         "/v2/models/add/versions/1/ready", "/v2/models/add/versions/..%2f/infer", "/v2/models/../../etc/passwd",
     ],
