@@ -169,7 +169,7 @@ def _policy(config: Config) -> Policy:
     if config.access.tokens:
         path = located(config.access.tokens)
         text = read(path, "the tokens")
-        tokens = parse(text, str(path), [caller.name for caller in config.callers], is_private(path))
+        tokens = parse(text, str(path), [caller.name for caller in config.callers], is_private(config.access.tokens))
     return policy_of(config, tokens)
 
 

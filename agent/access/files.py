@@ -47,10 +47,13 @@ def read(path: Path, what: str) -> bytes:
     return data
 
 
-def is_private(path: Path) -> bool:
-    """Whether nobody but its owner, and root, can read it."""
+def is_private(text: str) -> bool:
+    """Whether nobody but its owner, and root, can read the file that the configuration names so. Of a credential the
+    bits of the group say what its access control list has at most (acl(5)), which is how systemd lets a service read
+    what is root's: it names the service's user alone."""
+    others = 0o007 if text.startswith(_CREDENTIAL) else 0o077
     try:
-        return not path.stat().st_mode & 0o077
+        return not located(text).stat().st_mode & others
     except OSError:
         return False
 

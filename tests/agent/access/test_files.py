@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from agent.access import files
+from agent.access.access import Access
 from agent.access.files import Watch, is_private, read
+from agent.config import AccessOptions, CallerOptions, Config
 from agent.errors import ConfigError
 
 
@@ -75,8 +77,8 @@ def test_who_can_read_it(tmp_path: Path) -> None:
     path.touch()
     for mode, private in ((0o600, True), (0o400, True), (0o640, False), (0o604, False)):
         path.chmod(mode)
-        assert is_private(path) is private
-    assert not is_private(tmp_path / "none")
+        assert is_private(str(path)) is private
+    assert not is_private(str(tmp_path / "none"))
 
 
 def test_files_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +90,24 @@ def test_files_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         read(tmp_path / "x", "the key")
     with pytest.raises(ConfigError, match=r"the key /dev/zero is no file"):
         read(Path("/dev/zero"), "the key")
+
+
+@pytest.mark.parametrize(
+    ("mode", "private"), [(0o400, True), (0o440, True), (0o600, True), (0o444, False), (0o404, False)]
+)
+def test_a_credential_is_private_with_the_bits_of_its_access_control_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, private: bool
+) -> None:
+    """systemd gives those that it hands over to a dynamic user 0440: root's, and in the list that user."""
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    path = tmp_path / "tokens"
+    path.write_text("somebody abcdefghijklmnopqrstuvwxyz\n")
+    path.chmod(mode)
+    assert is_private("credential:tokens") is private
+    assert is_private(str(path)) is (mode & 0o077 == 0)
+    config = Config(access=AccessOptions(tokens="credential:tokens"), callers=(CallerOptions(name="somebody"),))
+    if private:
+        assert Access(config).policy.with_token("Bearer abcdefghijklmnopqrstuvwxyz").name == "somebody"
+    else:
+        with pytest.raises(ConfigError, match="in a file that others can read"):
+            Access(config)
