@@ -21,6 +21,8 @@ _WORTH_COMPRESSING_BYTES = 1024
 _LEVEL = 1
 # The body of a request that is refused is read to its end and dropped, so that its connection stays; not one past this.
 DROPPED_BYTES = 1 << 20
+# A piece costs some fifty bytes besides what is in it: smaller ones are put together.
+_PIECE_BYTES = 4096
 
 
 EXPECTATION = "expectation"
@@ -62,6 +64,14 @@ async def read_body(request: web.Request, limit: int, timeout_s: float, limits: 
         collecting.cancel()
 
 
+def add_piece(parts: list[bytes], piece: bytes) -> None:
+    """Keep a piece of a body. One that comes in pieces of two bytes holds no more memory than any other."""
+    if len(piece) < _PIECE_BYTES and parts and len(parts[-1]) < _PIECE_BYTES:
+        parts[-1] += piece
+    else:
+        parts.append(piece)
+
+
 class _Body:
     """One that comes, piece by piece; `size` is what came."""
 
@@ -75,7 +85,7 @@ class _Body:
             self.size += len(part)
             if self.size > self._limit:
                 raise _too_large(self._limit)
-            parts.append(part)
+            add_piece(parts, part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 

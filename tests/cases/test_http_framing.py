@@ -246,6 +246,16 @@ def test_a_request_cut_at_every_byte(agent: Agent, lane: Sequence[str]) -> None:
             assert client.answer().json["id"] == "cut", at
 
 
+@both_lanes
+def test_a_body_in_pieces_of_two_bytes(agent: Agent, lane: Sequence[str]) -> None:
+    body = body_of("piecemeal")
+    with peer(agent) as client:
+        client.send(request(f"Content-Length: {len(body)}", *lane))
+        for at in range(0, len(body), 2):
+            client.send(body[at : at + 2])
+        assert client.answer().json["id"] == "piecemeal"
+
+
 # --- names that are paths
 
 

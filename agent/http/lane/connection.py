@@ -28,7 +28,7 @@ from agent.access.policy import Policy
 from agent.calls import Call
 from agent.errors import Reason, RefusedError
 from agent.http.answers import judged, refusal
-from agent.http.bodies import DROPPED_BYTES, too_slow
+from agent.http.bodies import DROPPED_BYTES, add_piece, too_slow
 from agent.http.lane.heads import Head, Sign
 from agent.http.lane.ways import Asked, Way, answer
 from agent.http.protocol import LINGER_S, READ_BYTES
@@ -120,7 +120,7 @@ class Connection(asyncio.Protocol):
             if len(self._data) > READ_BYTES and not self._writes:
                 self._pause_reading()
         elif state is State.BODY:
-            self._parts.append(data)
+            add_piece(self._parts, data)
             self._left -= len(data)
             if self._left <= 0:
                 self._complete()

@@ -10,6 +10,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import uvloop
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from agent.config import Config
 from agent.errors import Reason, RefusedError
-from agent.http.bodies import choose_encoding, compress, decompress, read_body
+from agent.http.bodies import add_piece, choose_encoding, compress, decompress, read_body
 from agent.http.protocol import Protocol, runner_of
 from agent.http.tempo import Tempo
 from agent.telemetry import Telemetry
@@ -136,3 +137,26 @@ def test_a_client_that_leaves_with_the_last_byte_of_its_body(loop: Callable[[], 
 
     with contextlib.closing(loop()) as running:
         running.run_until_complete(serve())
+
+
+@pytest.mark.parametrize("nbytes", [2, 3, 100, 4095])
+def test_a_body_in_small_pieces_holds_little_more_than_itself(nbytes: int) -> None:
+    size = 1 << 19
+    parts: list[bytes] = []
+    tracemalloc.start()
+    try:
+        for at in range(0, size, nbytes):
+            add_piece(parts, bytes((at & 255, at >> 8 & 255)) + bytes(nbytes - 2))
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < size * 1.25
+
+
+@given(st.lists(st.one_of(st.binary(max_size=9), st.integers(0, 3).map(lambda many: bytes(many * 4095)))))
+def test_pieces_stay_in_order(pieces: list[bytes]) -> None:
+    parts: list[bytes] = []
+    for piece in pieces:
+        add_piece(parts, piece)
+    assert b"".join(parts) == b"".join(pieces)
+    assert all(len(one) >= 4096 or len(next_) >= 4096 for one, next_ in pairwise(parts))
