@@ -61,7 +61,7 @@ class Protocol(web.RequestHandler):
     slow they may be. Whoever writes to one that may be slower sets `patient`.
     """
 
-    __slots__ = ("_half_close", "_head_limit", "_last", "_reader", "patient", "tempo")
+    __slots__ = ("_half_close", "_head_limit", "_last", "_lost", "_reader", "patient", "tempo")
 
     def __init__(self, manager: Any, tempo: Tempo) -> None:
         http = tempo.http
@@ -89,7 +89,7 @@ class Protocol(web.RequestHandler):
         self.tempo, self._half_close = tempo, http.half_close
         self._head_limit: asyncio.TimerHandle | None = None
         self._reader: Reader | None = None
-        self.patient = False
+        self.patient = self._lost = False
         # The newest request, with its body.
         self._last: tuple[Any, StreamReader] | None = None
         self._request_factory = partial(_request, manager.request_factory)
@@ -110,12 +110,30 @@ class Protocol(web.RequestHandler):
         """Whether it was cut off, for its client took next to nothing."""
         return self._reader is not None and self._reader.gave_up
 
+    async def start(self) -> None:
+        """Serve it to its end."""
+        await super().start()
+        self._see_out(self.transport)
+
+    def force_close(self) -> None:
+        """Close it when all that was written is sent."""
+        transport = self.transport
+        super().force_close()
+        self._see_out(transport)
+
+    def _see_out(self, transport: asyncio.Transport | None) -> None:
+        if transport is not None and transport.is_closing() and not (self._lost or self.was_too_slow):
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = self.tempo.see_out(transport)
+
     def give_up(self) -> None:
         """Close it for somebody else to come."""
         self.force_close()
         self.tempo.places.remove(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        self._lost = True
         self.tempo.places.remove(self)
         self._stop_head_limit()
         if self._reader is not None:
@@ -155,7 +173,7 @@ class Protocol(web.RequestHandler):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._reader is not None:
+        if self._reader is not None and self.transport is not None and not self.transport.is_closing():
             self._reader.close()
 
     def _take(self, data: bytes) -> None:

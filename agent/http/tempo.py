@@ -9,7 +9,7 @@ from agent.config import Config
 from agent.errors import Reason
 from agent.http.answers import refusal
 from agent.http.lane.ways import answer
-from agent.http.sockets import untaken
+from agent.http.sockets import is_secure, untaken
 from agent.limits.pace import Pace
 from agent.limits.places import Holder, Places
 from agent.request import Refused
@@ -49,6 +49,13 @@ class Tempo:
         """End one whose client began a head and does not come to its end."""
         self.cut(transport, Reason.SLOW_HEAD, f"the head did not arrive within {self.limits.head_s:.3g} s")
 
+    def see_out(self, transport: asyncio.Transport) -> Reader | None:
+        """Of a connection that is closed when all is sent: what cuts it off if its client does not take that. TLS has a
+        limit of its own."""
+        if not transport.is_closing() or is_secure(transport) or not transport.get_write_buffer_size():
+            return None
+        return Reader(self, transport)
+
     def pace(self, whole_s: float) -> Pace:
         """That of what begins now."""
         return Pace(whole_s, self.limits.bytes_per_s, self.limits.pace_s, time.monotonic())
@@ -58,12 +65,14 @@ class Reader:
     """Watches a client while more waits for it than may: all of it must leave within `send_s`, and keep pace. One that
     does not is cut off, and `gave_up` then."""
 
-    __slots__ = ("_pace", "_tempo", "_timer", "_transport", "_waits", "gave_up")
+    __slots__ = ("_closing", "_pace", "_tempo", "_timer", "_transport", "_waits", "gave_up")
 
     def __init__(self, tempo: Tempo, transport: asyncio.Transport) -> None:
         """Begin."""
         self.gave_up = False
         self._tempo, self._transport = tempo, transport
+        # Closing does not end it, but being cut off by somebody else.
+        self._closing = transport.is_closing()
         self._pace, self._waits = tempo.pace(tempo.http.send_s), untaken(transport)
         self._arm()
 
@@ -76,7 +85,7 @@ class Reader:
         self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
 
     def _look(self) -> None:
-        if self._transport.is_closing():
+        if self._transport.is_closing() and not self._closing:
             return
         if self._pace.too_slow(self._waits - untaken(self._transport), time.monotonic()):
             self.gave_up = True

@@ -106,6 +106,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, _: Exception | None) -> None:
         """Whatever it waits for is given up; what waits in a queue is never run."""
         self._leave()
+        self._lane.tempo.places.remove(self)
         if self._reader is not None:
             self._reader.close()
         call, self._call = self._call, None
@@ -168,17 +169,18 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._writes = True
-        if self._reader is not None:
+        if self._reader is not None and self._state is not State.CLOSED:
             self._reader.close()
         self._go_on()
 
     def close(self) -> None:
-        """Close it when all that was written is sent; what runs for it is given up."""
+        """Close it when all that was written is sent; what runs for it is given up. It has its place until then."""
         call, self._call = self._call, None
         if call is not None:
             self._gateway.settle(call, Reason.DISCONNECTED)
         self._leave()
         self._transport.close()
+        self._see_out()
 
     @property
     def is_idle(self) -> bool:
@@ -188,12 +190,17 @@ class Connection(asyncio.Protocol):
     def give_up(self) -> None:
         """Close it for somebody else to come."""
         self.close()
+        self._lane.tempo.places.remove(self)
+
+    def _see_out(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = self._lane.tempo.see_out(self._transport)
 
     def _leave(self) -> None:
         """The lane has nothing to do with it any more."""
         self._state = State.CLOSED
         self._lane.connections.discard(self)
-        self._lane.tempo.places.remove(self)
         self._stop_limit()
         if self._idle is not None:
             self._idle.cancel()
@@ -209,6 +216,7 @@ class Connection(asyncio.Protocol):
         """Let the other protocol have it, with all that was not taken."""
         data, transport = self._data, self._transport
         self._leave()
+        self._lane.tempo.places.remove(self)
         protocol = self._otherwise()
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
@@ -255,6 +263,7 @@ class Connection(asyncio.Protocol):
     def _head_is_late(self) -> None:
         self._leave()
         self._lane.tempo.late_head(self._transport)
+        self._see_out()
 
     def _read_head(self) -> Head | Sign:
         last = self._head

@@ -177,3 +177,54 @@ def test_who_asks_and_never_reads_is_read_no_more(tmp_path: Path, odd: tuple[str
         assert sent < 64 << 20
         until(lambda: agent.metric("tightfit_connections_cut_total", reason="slow_reader") == 1)
         assert "Traceback" not in agent.log
+
+
+SMALL = BODY.replace(b"512,512", b"120,128").replace(b"1048576", b"61440")
+
+
+@contextlib.contextmanager
+def of_small_answers(tmp_path: Path, settings: str) -> Iterator[Agent]:
+    (tmp_path / "agent.toml").write_text(settings)
+    bundle = bundles.identity(tmp_path / "small.tfb", DType.FLOAT32, (120, 128))
+    with serving(bundle, tmp_path / "log", "--config", str(tmp_path / "agent.toml")) as agent:
+        yield agent
+        assert "Traceback" not in agent.log
+
+
+def asking_without_reading(agent: Agent, count: int, odd: tuple[str, ...]) -> socket.socket:
+    """Connected, and so many requests of 60 KiB sent, of which the last asks to close. What then waits for the client
+    may be more than its kernel and the agent's take, and less than what the agent stops reading at."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(60)
+    client.connect(("127.0.0.1", agent.port))
+    binary = f"Inference-Header-Content-Length: {len(SMALL)}"
+    for at in range(count):
+        last = ("Connection: close",) if at == count - 1 else ()
+        client.sendall(post(agent.name, SMALL + bytes(61440), binary, *odd, *last))
+    return client
+
+
+@pytest.mark.parametrize("odd", [(), (ODD,)], ids=LANES)
+def test_who_asks_to_close_and_does_not_read_is_let_go(tmp_path: Path, odd: tuple[str, ...]) -> None:
+    with of_small_answers(tmp_path, SETTINGS.replace("_kib = 64", "_kib = 16")) as agent:
+        for at, count in enumerate((1, 2, 3), 1):
+            with asking_without_reading(agent, count, odd):
+                until(lambda: cut(agent, "slow_reader") == at)  # noqa: B023 - over before the next turn
+
+
+@pytest.mark.parametrize("odd", [(), (ODD,)], ids=LANES)
+def test_who_does_not_read_the_last_answer_has_its_place_until_it_has(tmp_path: Path, odd: tuple[str, ...]) -> None:
+    settings = SETTINGS.replace("[http]", "[http]\nconnections = 8").replace("pace_s = 1.0", "pace_s = 3600")
+    with of_small_answers(tmp_path, settings) as agent, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(asking_without_reading(agent, 2, odd)) for _ in range(8)]
+        for client in clients:
+            assert client.recv(1, socket.MSG_PEEK)
+        with wire(agent.port) as newcomer:
+            answer = newcomer.read()
+            assert answer.status == "HTTP/1.1 503 Service Unavailable"
+            assert "8 connections are open" in answer.json["error"]
+        reader = clients[0].makefile("rb")
+        stack.enter_context(reader)
+        assert len(reader.read()) > 2 * 61440
+        until(lambda: agent.request("/v2/health/live")[0] == 200)
