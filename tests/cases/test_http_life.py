@@ -4,8 +4,8 @@
 |---|---|---|
 | a large body is parsed, and nobody else is answered | NVIDIA/TensorRT-LLM#15690, bhky/opennsfw2#31 | here; the milliseconds in bench/results/bad_peers.md |
 | a reader that takes nothing, and a buffer without end | aiohttp#1367, aiohttp#1823, vercel/ai#9475 | here; tests/agent/http/test_streams.py (more than may be unread) |
-| reload under load; a reload that fails keeps what ran | triton#2117, triton#2076, triton#2578, triton#2607, triton#5757, triton#6150, triton#2182 | tests/agent/test_repository.py, tests/end_to_end/test_streams.py |
-| SIGTERM lets what runs end, refuses what comes, and ends with 0 | aiohttp#3638, aiohttp#1221, aiohttp#7188, aiohttp#7718 | tests/agent/test_gateway.py (a stop answers what was accepted) |
+| reload under load; a reload that fails keeps what ran | triton#2117, triton#2076, triton#2578, triton#2607, triton#5757, triton#6150, triton#2182 | here; tests/agent/test_repository.py (where two do not fit), tests/end_to_end/test_streams.py |
+| SIGTERM lets what runs end, refuses what comes, and ends with 0 | aiohttp#3638, aiohttp#1221, aiohttp#7188, aiohttp#7718 | here; tests/agent/test_gateway.py (at the door, and no stop waits for ever) |
 
 triton is triton-inference-server/server.
 """  # noqa: E501
@@ -13,7 +13,11 @@ triton is triton-inference-server/server.
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import struct
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,9 +25,10 @@ from pathlib import Path
 import pytest
 
 from bench.soak import Process
+from targets.bundle import read_manifest
 from targets.tensor import DType
 from tests.support import bundles
-from tests.support.agents import Agent, serving, until
+from tests.support.agents import Agent, serving, stopped, until
 from tests.support.peers import Answer, Peer
 from tests.support.wire import LANES as HEADERS
 
@@ -113,3 +118,110 @@ def test_who_reads_nothing_costs_no_more_than_its_answer(agent: Agent, lane: Seq
 def _given_up(agent: Agent) -> float:
     """Requests whose answer was not taken."""
     return sum(agent.metric("tightfit_requests_total", reason=reason) for reason in ("slow_reader", "disconnected"))
+
+
+# --- reload, and the end
+
+
+def small(*fields: str) -> bytes:
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
+    body = json.dumps({"inputs": [tensor]}).encode()
+    lines = ["POST /v2/models/small/infer HTTP/1.1", "Host: ecu", f"Content-Length: {len(body)}", *fields, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def version(folder: Path, number: int) -> Path:
+    bundle = bundles.identity(folder, DType.FLOAT32, (1, 2))
+    return bundles.rewrite(bundle, read_manifest(bundle), name="small", options={"variant": str(number)})
+
+
+def _put_in_place(bundle: Path, place: Path) -> None:
+    link = place.with_name("new")
+    link.symlink_to(bundle)
+    link.rename(place)
+
+
+def _reloaded(agent: Agent) -> dict[str, str]:
+    """How the model stands after a reload."""
+    before = agent.log.count('"reloaded"')
+    agent.process.send_signal(signal.SIGHUP)
+    until(lambda: agent.log.count('"reloaded"') > before)
+    (entry,) = json.loads(agent.request("/v2/repository/index", b"{}")[1])
+    return entry
+
+
+@both_lanes
+def test_who_asks_through_a_reload_is_answered_and_what_cannot_be_loaded_changes_nothing(
+    lane: Sequence[str], tmp_path: Path
+) -> None:
+    first, second = version(tmp_path / "1.tfb", 1), version(tmp_path / "2.tfb", 2)
+    broken = version(tmp_path / "3.tfb", 3)
+    (broken / "segments" / "00.onnx").write_bytes(b"\x08\x0a not a graph")
+    bundles.rewrite(broken, read_manifest(broken))
+    names = [read_manifest(each).version for each in (first, second)]
+    place = tmp_path / "served.tfb"
+    place.symlink_to(first)
+    (tmp_path / "agent.toml").write_text(f'[[models]]\nbundle = "{place}"\n')
+    with serving(None, tmp_path / "log", "--config", str(tmp_path / "agent.toml")) as agent:
+        stop = threading.Event()
+
+        def ask() -> Counter[str]:
+            answers: Counter[str] = Counter()
+            with Peer(("127.0.0.1", agent.port)) as client:
+                while not stop.is_set():
+                    client.send(small(*lane))
+                    answer = client.answer()
+                    answers[answer.json["model_version"] if answer.status == 200 else answer.json["error"]] += 1
+            return answers
+
+        with ThreadPoolExecutor(4) as threads:
+            asking = [threads.submit(ask) for _ in range(4)]
+            try:
+                until(lambda: agent.metric("tightfit_requests_total") > 4)
+                _put_in_place(second, place)
+                assert _reloaded(agent)["version"] == names[1]
+                before = agent.metric("tightfit_requests_total")
+                until(lambda: agent.metric("tightfit_requests_total") > before + 4)
+                _put_in_place(broken, place)
+                entry = _reloaded(agent)
+                assert (entry["version"], entry["state"]) == (names[1], "READY")
+                assert "00.onnx" in entry["reason"]
+                before = agent.metric("tightfit_requests_total")
+                until(lambda: agent.metric("tightfit_requests_total") > before + 4)
+            finally:
+                stop.set()
+            answers = sum((each.result() for each in asking), Counter[str]())
+        assert set(answers) == set(names)
+        assert "Traceback" not in agent.log
+
+
+@both_lanes
+def test_a_stop_lets_what_runs_end_and_refuses_what_comes(lane: Sequence[str], tmp_path: Path) -> None:
+    with serving(version(tmp_path / "small.tfb", 1), tmp_path / "log") as agent:
+        address = ("127.0.0.1", agent.port)
+        with Peer(address) as running, Peer(address) as idle:
+            for client in (running, idle):
+                client.send(small(*lane))
+                assert client.answer().status == 200
+            with stopped(agent.engine_pid):
+                running.send(small(*lane))
+                until(lambda: agent.metric("tightfit_running") == 1)
+                agent.process.send_signal(signal.SIGTERM)
+                until(lambda: "stopping" in agent.log)
+                idle.send(small(*lane))
+                refused = idle.answer()
+                assert (refused.status, refused.closes) == (503, True)
+                until(lambda: not _listens(agent))
+            assert running.answer().json["outputs"][0]["data"] == [1, 2]
+            assert running.ended()
+            assert idle.ended()
+        assert agent.process.wait(60) == 0
+        assert "Traceback" not in agent.log
+
+
+def _listens(agent: Agent) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", agent.port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True
