@@ -139,7 +139,7 @@ def _in_floats(work: Work, parts: Sequence[Part]) -> list[Part]:
 
 
 def _load_part(runtime: Backend, work: Work, part: Part) -> Model:
-    model = runtime.load(part.path, work.settings)
+    model = runtime.load(part.path, work.verified_with)
     coded = work.codes.keys() & {*part.inputs, *part.outputs}
     return InFloats(model, part.inputs, work.codes) if coded else model
 

@@ -73,8 +73,9 @@ RANDOM_ROUNDS = 4
 @dataclasses.dataclass(frozen=True)
 class Work:
     """The model after every change that needs no weights, and what is known of it. `head` is all that the bundle's
-    bytes depend on; `scheme_is_blocked`: matrices are quantized in blocks; `notes`: what the passes had to say. The
-    batch of `inputs` is the dimension that may be it."""
+    bytes depend on; `scheme_is_blocked`: matrices are quantized in blocks; `notes`: what the passes had to say;
+    `verified_with`: settings of the bundle's and of this machine. The batch of `inputs` is the dimension that may be
+    it."""
 
     name: str
     model: ir.Model
@@ -91,6 +92,7 @@ class Work:
     codes: dict[str, Codes]
     pieces: dict[str, Piece]
     settings: dict[str, str]
+    verified_with: dict[str, str]
     properties: dict[str, str]
     source_bytes: int
     half: bool
@@ -182,6 +184,7 @@ def transform(
         codes=codes,
         pieces=pieces,
         settings=runtime.session_settings(scheme),
+        verified_with=runtime.session_settings(scheme) | runtime.verification_settings(scheme),
         properties=properties,
         source_bytes=source_bytes,
         half=half,

@@ -133,6 +133,9 @@ class Backend(Protocol):
     def session_settings(self, scheme: Scheme) -> dict[str, str]:
         """Settings a segment must be loaded with; they go into the bundle, so that the agent uses the same."""
 
+    def verification_settings(self, scheme: Scheme) -> dict[str, str]:
+        """What this machine needs beside those, so that a segment computes here what it computes on the board."""
+
     def load(self, path: Path, settings: Mapping[str, str]) -> Model:
         """Load a model file; raises VerificationError with the runtime's reason."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 from compile.backends import ort_footprint, ort_lowering, ort_observe, ort_session
 from compile.errors import ModelError
 from compile.graph import ir, nodes_of
-from compile.quantize.schemes import Scheme
+from compile.quantize.schemes import CODE_THAT_FITS, Scheme
 
+_CPUINFO = Path("/proc/cpuinfo")
 prepare = ort_lowering.prepare
 lower = ort_lowering.lower
 weight_footprint = ort_footprint.weight_footprint
@@ -48,6 +50,14 @@ def session_settings(scheme: Scheme) -> dict[str, str]:  # noqa: ARG001 - part o
         "session.use_device_allocator_for_initializers": "1",
         "session.intra_op.allow_spinning": "0",
     }
+
+
+def verification_settings(scheme: Scheme) -> dict[str, str]:
+    """Where this machine's kernels would saturate and the board's do not, what stands between codes runs in float."""
+    saturates = ort_session.saturates(platform.machine(), _CPUINFO.read_text(encoding="utf-8", errors="replace"))
+    if scheme.static and scheme.largest_code > CODE_THAT_FITS and saturates:
+        return {"session.disable_quant_qdq": "1"}
+    return {}
 
 
 def load_mapped(model: ir.Model, folder: Path) -> ort_session.OrtModel:

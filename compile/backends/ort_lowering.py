@@ -227,17 +227,17 @@ class _Rewriter:
         return ir.node("MatMulNBits", inputs, attributes, domain=CONTRIB, name=f"{node.name}.quantized")
 
     def _multiply_dynamic(self, node: ir.Node, data: ir.Value, weight: Weight, bias: ir.Value | None) -> ir.Node:
-        tensor, name = weight.tensor, weight.name
+        tensor, name, largest = weight.tensor, weight.name, self.scheme.largest_code
         axis = 0 if weight.transposed else 1
         codes = self._lazy(
             name,
             f"{weight.turned}.int8",
             ir.DataType.INT8,
             (weight.k, weight.n),
-            _channel_codes(tensor, name, axis, transpose=weight.transposed),
+            _channel_codes(tensor, name, axis, largest, weight.transposed),
         )
         scales = self._lazy(
-            name, f"{weight.turned}.scale", ir.DataType.FLOAT, (weight.n,), _channel_scales(tensor, name, axis)
+            name, f"{weight.turned}.scale", ir.DataType.FLOAT, (weight.n,), _channel_scales(tensor, name, axis, largest)
         )
         inputs = [data, codes, scales, *([None, bias] if bias else [])]
         return ir.node("DynamicQuantizeMatMul", inputs, domain=CONTRIB, name=f"{node.name}.quantized")
@@ -372,13 +372,15 @@ def _as_float(name: str, tensor: ir.TensorProtocol) -> Callable[[], Any]:
     return compute
 
 
-def _channel_codes(tensor: ir.TensorProtocol, name: str, axis: int, transpose: bool = False) -> Callable[[], Any]:
+def _channel_codes(
+    tensor: ir.TensorProtocol, name: str, axis: int, largest: int = 127, transpose: bool = False
+) -> Callable[[], Any]:
     def compute() -> Any:
-        codes = quantize_channels(name, tensor.numpy(), axis)[0]
+        codes = quantize_channels(name, tensor.numpy(), axis, largest)[0]
         return codes.T if transpose else codes
 
     return compute
 
 
-def _channel_scales(tensor: ir.TensorProtocol, name: str, axis: int) -> Callable[[], Any]:
-    return lambda: channel_scales(name, tensor.numpy(), axis)
+def _channel_scales(tensor: ir.TensorProtocol, name: str, axis: int, largest: int = 127) -> Callable[[], Any]:
+    return lambda: channel_scales(name, tensor.numpy(), axis, largest)

@@ -6,6 +6,7 @@ The compiler's only door to onnxruntime. Nothing here imports onnx, so that a pr
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +21,18 @@ from compile.errors import VerificationError
 
 # One run; a model that needs longer is not going to serve anybody, and one whose loop has no end needs longer.
 RUN_TIMEOUT_S = 3600
+_VNNI = re.compile(r"\bavx(512)?_vnni\b")
 
 
 def version() -> str:
     """Version of onnxruntime."""
     return str(onnxruntime.__version__)
+
+
+def saturates(machine: str, cpuinfo: str) -> bool:
+    """Whether kernels add two products of a uint8 and an int8 in 16 bits, as those of x86-64 do without VNNI; `cpuinfo`
+    is what /proc/cpuinfo says."""
+    return machine == "x86_64" and not _VNNI.search(cpuinfo)
 
 
 @functools.cache

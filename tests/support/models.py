@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,11 @@ import numpy.typing as npt
 import onnx
 import onnxruntime
 from onnx import TensorProto, helper
+from onnxruntime.capi import onnxruntime_pybind11_state
 
 from compile.backends import ort
 from compile.backends.base import Lowered
+from compile.backends.ort_session import saturates
 from compile.calibrate.collectors import Collector, Range, Unfit, collect_range, minmax
 from compile.calibrate.run import calibrate
 from compile.calibrate.synthetic import random_samples
@@ -22,7 +27,7 @@ from compile.forms import NORMALIZE
 from compile.graph import ir, load_model
 from compile.passes.base import run_passes
 from compile.passes.normalize import FixNames, RemoveDeadCode, SortNodes
-from compile.quantize.schemes import SCHEMES, Scheme
+from compile.quantize.schemes import CODE_THAT_FITS, SCHEMES, Scheme
 from compile.shapes import bind_shapes, build_contract, parse_shape
 from compile.writer import BundleWriter
 
@@ -117,6 +122,9 @@ def lowered(
     path: Path, scheme: str | Scheme, *shapes: str, samples: Sequence[Mapping[str, Array]] = ()
 ) -> tuple[ir.Model, Lowered]:
     scheme = SCHEMES[scheme] if isinstance(scheme, str) else scheme
+    if SATURATES and scheme.dynamic:
+        # As for boards with kernels like those of this machine: there is no way to have these products exact.
+        scheme = dataclasses.replace(scheme, largest_code=CODE_THAT_FITS)
     graph = prepared(path, *shapes)
     names = ort.prepare(graph, scheme)
     found = ranges(graph, names, path, shapes, samples) if names else {}
@@ -138,11 +146,28 @@ def emit(
     return folder / name / "00.onnx", report
 
 
-def run(path: Path, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """Outputs by name, from onnxruntime with its optimizer off."""
+SATURATES = saturates(platform.machine(), Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
+
+
+def run(path: Path, inputs: Mapping[str, Array], optimized: bool = False) -> dict[str, Array]:
+    """Outputs by name, from onnxruntime with its optimizer off, and products of codes exact as on the board.
+
+    On a machine that saturates, the optimizer is on: it makes such weights uint8. In onnxruntime 1.32 it breaks
+    DequantizeLinear without zero points by that; what has those runs as it is.
+    """
+    if SATURATES:
+        with contextlib.suppress(onnxruntime_pybind11_state.Fail):
+            return _run(path, inputs, {"session.x64quantprecision": "1"}, optimized=True)
+    return _run(path, inputs, {}, optimized)
+
+
+def _run(path: Path, inputs: Mapping[str, Array], settings: Mapping[str, str], optimized: bool) -> dict[str, Array]:
     options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    for key, value in settings.items():
+        options.add_session_config_entry(key, value)
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(inputs)), strict=True))

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from compile.backends import ort
+from compile.backends import ort, ort_session
 from compile.backends.base import BACKENDS, Part, Trace, backend
 from compile.errors import OptionError, VerificationError
 from compile.memory import activation_buffers, arena_in_practice
@@ -161,3 +161,14 @@ def test_a_runtime_without_a_backend_is_named() -> None:
     assert "tensorrt" not in BACKENDS
     with pytest.raises(OptionError, match="no compiler backend for tensorrt"):
         backend("tensorrt")
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "expected"),
+    [
+        ("x86_64", "fma avx avx2", True), ("x86_64", "avx2 avx512f avx512bw", True),
+        ("x86_64", "avx2 avx512f avx512_vnni", False), ("x86_64", "avx2 avx_vnni", False), ("aarch64", "", False),
+    ],
+)  # fmt: skip
+def test_kernels_that_saturate_are_known_by_what_the_processor_lacks(machine: str, flags: str, expected: bool) -> None:
+    assert ort_session.saturates(machine, f"processor\t: 0\nflags\t\t: fpu {flags}\n") is expected

@@ -10,8 +10,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from compile.backends import ort
 from compile.errors import ModelError
+from compile.graph import initializers, ir
+from compile.quantize.schemes import choose_scheme
+from targets.board import load_board
 from tests.support.models import (
+    SATURATES,
     Array,
     emit,
     external,
@@ -21,6 +26,7 @@ from tests.support.models import (
     model,
     node,
     normal,
+    prepared,
     relative,
     run,
     save,
@@ -28,7 +34,8 @@ from tests.support.models import (
 )
 
 QUANTIZING = ("int8-dynamic", "int8-weights", "int4")
-LIMITS = {"fp32": 1e-5, "int8-dynamic": 0.03, "int8-weights": 0.03, "int4": 0.15}
+# Codes of 7 bits, where this machine has no more, are twice as far off.
+LIMITS = {"fp32": 1e-5, "int8-dynamic": 0.06 if SATURATES else 0.03, "int8-weights": 0.03, "int4": 0.15}
 
 
 def check(path: Path, scheme: str, folder: Path, inputs: dict[str, Array], quantized: dict[str, int]) -> Path:
@@ -297,3 +304,12 @@ def test_four_bit_weights_of_the_source_stay_packed(tmp_path: Path) -> None:
     proto = model(nodes, [value("x", [2, 64])], [value("y", [2, 64])], weights, opset=21, ir_version=10)
     path = save(tmp_path, proto)
     check(path, "fp32", tmp_path, {"x": normal(2, 64)}, {})
+
+
+@pytest.mark.parametrize(("board", "largest"), [("x86-64-dev", 64), ("raspberry-pi-5-4gb", 127)])
+def test_dynamic_codes_fit_the_kernels_of_the_board(tmp_path: Path, board: str, largest: int) -> None:
+    scheme = choose_scheme("int8-dynamic", load_board(board))
+    graph = prepared(mlp(tmp_path))
+    ort.lower(graph, scheme)
+    codes = [t.numpy() for t in initializers(graph) if t.dtype == ir.DataType.INT8]
+    assert [int(np.abs(each.astype(int)).max()) for each in codes] == [largest, largest]
