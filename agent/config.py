@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from agent.errors import ConfigError
+from agent.mqtt.settings import Mqtt
 from targets.bundle import NAME
 from targets.errors import did_you_mean
 
@@ -400,6 +401,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: Memory = Memory()
     log: Log = Log()
     tracing: Tracing = Tracing()
+    mqtt: Mqtt = Mqtt()
 
     @property
     def served(self) -> tuple[ModelOptions, ...]:
@@ -517,6 +519,7 @@ SECTIONS: dict[str, Any] = {
     "memory": Memory,
     "log": Log,
     "tracing": Tracing,
+    "mqtt": Mqtt,
 }
 
 

@@ -79,6 +79,27 @@ def _revoked(tls: Tls) -> frozenset[Identity]:
         raise ConfigError(f"the crl {path}: {error}") from None
 
 
+def for_client(authorities: str, certificate: str, key: str, minimum: str) -> ssl.SSLContext:
+    """The context of a client of others: it trusts those authorities (those of this machine where none is named), and
+    shows the certificate where there is one. Its files are named as in the configuration. Raises ConfigError."""
+    if authorities:
+        path = located(authorities)
+        if not _CERTIFICATE.search(read(path, "the ca")):
+            raise ConfigError(f"the ca {path} holds no certificate in PEM form")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        _load_trust(context, path, "the ca")
+    else:
+        context = ssl.create_default_context()
+    context.minimum_version = _VERSIONS[minimum]
+    context.set_ciphers(_CIPHERS)
+    context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
+    if certificate:
+        chain, secret = located(certificate), located(key)
+        _check_files(chain, secret)
+        _load(context, chain, secret)
+    return context
+
+
 def _server(minimum: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = _VERSIONS[minimum]

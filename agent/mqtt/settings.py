@@ -1,0 +1,135 @@
+"""What the configuration says of MQTT: the section [mqtt] (docs/mqtt.md). Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from agent.mqtt.brokers import Broker, parse_broker
+
+_Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+_Expiry = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
+# What may stand in a topic as one level, and in a client's name with every broker.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+_PREFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}(/[A-Za-z0-9][A-Za-z0-9._-]{0,63}){0,3}", re.ASCII)
+
+
+class Mqtt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Telemetry to a broker, off where `brokers` names none: "mqtts://HOST:PORT", tried in order. Without TLS
+    ("mqtt://") only one on this machine is, unless `allow_insecure_network` is said.
+
+    Topics begin with `prefix`/v1/`device`; without one the device has this machine's name. Two clients with one
+    `client_id` (DEVICE-agent) throw each other out. `protocol` "auto" is 5, or 3.1.1 where the broker has no other.
+
+    `username` and `password` (a file with it, or `credential:NAME`), or a `certificate` with its `key`, say who we
+    are; `ca` is the authority of the broker's certificate, else those of this machine are. They are looked at every
+    `watch_s`; new ones are used at once, on a new connection.
+
+    A broker that hears nothing for 1.5 x `keepalive_s` gives us up, and says our last will after `will_delay_s`; for
+    `session_expiry_s` it keeps commands for us. A connection must be there within `connect_s`.
+
+    At most `window` messages and `window_kib` are on their way at once, none larger than `message_kib`; of the past at
+    most `replay_per_s` are sent in a second (0: any number). Where the broker acknowledges nothing for `stuck_s` the
+    connection is made anew. After a failure the wait is random up to `first_wait_s`, doubled each time up to
+    `most_wait_s`, and begins anew after a connection held for `stable_s`; what only a person can mend is tried again
+    after `slow_first_wait_s` to `slow_most_wait_s`. A command may have `command_kib`.
+    """
+
+    brokers: tuple[str, ...] = ()
+    allow_insecure_network: bool = False
+    prefix: str = "edge"
+    device: str = ""
+    client_id: str = ""
+    protocol: Literal["auto", "5", "3.1.1"] = "auto"
+    username: str = ""
+    password: str = ""
+    ca: str = ""
+    certificate: str = ""
+    key: str = ""
+    minimum: Literal["1.2", "1.3"] = "1.2"
+    watch_s: _Seconds = 10.0
+    keepalive_s: Annotated[int, Meta(ge=5, le=65_535)] = 30
+    connect_s: Annotated[float, Meta(ge=1, le=120)] = 10.0
+    session_expiry_s: _Expiry = 3600
+    will_delay_s: Annotated[int, Meta(ge=0, le=3600)] = 15
+    window: Annotated[int, Meta(ge=1, le=4096)] = 128
+    window_kib: Annotated[int, Meta(ge=16, le=1 << 16)] = 1024
+    message_kib: Annotated[int, Meta(ge=1, le=1 << 16)] = 128
+    replay_per_s: Annotated[float, Meta(ge=0, le=1e6)] = 500.0
+    stuck_s: _Seconds = 30.0
+    first_wait_s: _Seconds = 1.0
+    most_wait_s: _Seconds = 300.0
+    slow_first_wait_s: _Seconds = 30.0
+    slow_most_wait_s: _Seconds = 900.0
+    stable_s: _Seconds = 120.0
+    command_kib: Annotated[int, Meta(ge=1, le=1 << 16)] = 256
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is said at all."""
+        return bool(self.brokers)
+
+    @property
+    def addresses(self) -> tuple[Broker, ...]:
+        """The brokers, in order."""
+        return tuple(map(parse_broker, self.brokers))
+
+    @property
+    def device_name(self) -> str:
+        """What this device is called in topics."""
+        return self.device or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip("._-")[:64] or "device"
+
+    @property
+    def client_name(self) -> str:
+        """What the broker knows this client by."""
+        return self.client_id or f"{self.device_name}-agent"
+
+    @property
+    def command_filter(self) -> str:
+        """Where commands to this device come from."""
+        return f"{self.prefix}/v1/{self.device_name}/+/cmd/#"
+
+    def __post_init__(self) -> None:
+        for each in self.addresses:
+            if not (each.tls or self.allow_insecure_network or is_loopback(each.host)):
+                raise ValueError(
+                    f"broker {each} would be spoken to without TLS over a network: write mqtts://, or accept the risk "
+                    "with allow_insecure_network = true under [mqtt]"
+                )
+        if len(set(self.brokers)) != len(self.brokers):
+            raise ValueError("one of the brokers is named twice")
+        if not _PREFIX.fullmatch(self.prefix):
+            raise ValueError(
+                f"prefix {self.prefix!r} cannot begin topics: up to four levels of letters, digits, '.', '_' and '-'"
+            )
+        if self.device and not _NAME.fullmatch(self.device):
+            raise ValueError(
+                f"device {self.device!r} cannot be in a topic: letters, digits, '.', '_' and '-', at most 64"
+            )
+        if self.client_id and not re.fullmatch(r"[!-~]{1,128}", self.client_id, re.ASCII):
+            raise ValueError(f"client_id {self.client_id!r} is none: 1 to 128 characters of ASCII without spaces")
+        self._check_identity()
+        for first, most in (("first_wait_s", "most_wait_s"), ("slow_first_wait_s", "slow_most_wait_s")):
+            if getattr(self, first) > getattr(self, most):
+                raise ValueError(f"{first} is more than {most}")
+
+    def _check_identity(self) -> None:
+        if bool(self.certificate) != bool(self.key):
+            raise ValueError("a certificate for brokers needs both certificate and key")
+        if self.password and not self.username:
+            raise ValueError("password is nobody's: it needs username")
+        if (self.certificate or self.ca) and self.brokers and not any(each.tls for each in self.addresses):
+            raise ValueError("ca and certificate are for TLS, which none of the brokers has: write mqtts://")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine is there; names other than localhost are taken as elsewhere."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
