@@ -175,10 +175,10 @@ def test_fewer_of_each_stream_are_taken_when_it_gets_full(tmp_path: Path) -> Non
     counts = spool.figures.by_kind["m"]
     assert counts.dropped["decimated"] > 400
     seqs = {stream: [each[2] for each in waiting(spool) if each[1] == stream] for stream in ("t", "u")}
-    assert seqs["t"] == seqs["u"]
-    steps = {after - before for before, after in zip(seqs["t"], seqs["t"][1:], strict=False)}
-    assert steps <= {1, 2, 4, 8}
-    assert {2, 4} <= steps
+    for each in seqs.values():
+        steps = {after - before for before, after in zip(each, each[1:], strict=False)}
+        assert steps <= {1, 2, 4, 8}
+        assert {2, 4} <= steps
     spool.abandon()
     # What was refused is found with what was not.
     again = opened(tmp_path, "s2", policies=policies)
