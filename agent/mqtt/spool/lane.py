@@ -244,6 +244,8 @@ class Ahead:
         self._reader: Reader | None = None
         self._file = -1
         self._next_index = 0
+        # Whether it stopped because it had enough, and not because there was no more.
+        self.more = False
 
     def entries(self, after: int, before: int, most: int) -> Sequence[Entry]:
         """At most so many that wait, of positions between."""
@@ -253,11 +255,14 @@ class Ahead:
         done = self._lane.done
         self._entries = deque(each for each in self._entries if each.position > after and each.ordinal not in done)
         nbytes = sum(len(each.body) for each in self._entries)
+        self.more = True
         while len(self._entries) < most and nbytes < _AHEAD_BYTES:
             if self._entries and self._entries[-1].position >= before:
+                self.more = False
                 break
             entry = self._next()
             if entry is None:
+                self.more = False
                 break
             nbytes += len(entry.body)
             self._entries.append(entry)

@@ -137,7 +137,8 @@ class Recovery:
                     self._record(scan, segment, record, start)
                     segment.nbytes = end
                 start = end
-            if last and segment.nbytes < reader.end:
+            if last:
+                # It may be of a process that was killed before it was durable.
                 os.ftruncate(file, segment.nbytes)
                 os.fdatasync(file)
         finally:

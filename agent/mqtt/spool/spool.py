@@ -409,10 +409,17 @@ class Spool:
         most = min(most, self.limits.outside - len(self._outside))
         if most <= 0:
             return []
-        entries: list[Entry] = []
         lanes = zip(aheads, self._lanes.values(), strict=True)
         parts = [self._fresh(ahead, lane, after, before, most, now) for ahead, lane in lanes]
+        # Of a lane that has more than it gave nothing may be passed over, whatever others have behind it.
+        upto = min(
+            (part[-1].position for ahead, part in zip(aheads, parts, strict=True) if part and ahead.more),
+            default=before,
+        )
+        entries: list[Entry] = []
         for entry in itertools.islice(heapq.merge(*parts, key=lambda entry: entry.position), most):
+            if entry.position > upto:
+                break
             self._outside[entry.position] = entry._replace(body=b"")
             entries.append(entry)
         return entries
@@ -580,6 +587,7 @@ class Spool:
         found = read_notes(self.folder / "notes")
         recovery = Recovery(self._ledger, self._gaps.stream)
         recovery.run(self._lanes, found)
+        _sync_folders(*(lane.folder for lane in self._lanes.values()))
         self._position = self._boundary = recovery.position
         self._told, self._wear = recovery.told, recovery.wear
         self._opened, self._boot, self._now = now, boot, now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -176,7 +177,7 @@ def test_fewer_of_each_stream_are_taken_when_it_gets_full(tmp_path: Path) -> Non
     assert counts.dropped["decimated"] > 400
     seqs = {stream: [each[2] for each in waiting(spool) if each[1] == stream] for stream in ("t", "u")}
     for each in seqs.values():
-        steps = {after - before for before, after in zip(each, each[1:], strict=False)}
+        steps = {after - before for before, after in itertools.pairwise(each)}
         assert steps <= {1, 2, 4, 8}
         assert {2, 4} <= steps
     spool.abandon()
