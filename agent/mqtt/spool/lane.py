@@ -57,8 +57,9 @@ class Segment:
         self.nbytes = self.live = 0
         self.newest_ms = 0
         self.marks: list[Mark] = []
-        # Of who writes; -1 where nobody does.
+        # Of who writes; -1 where nobody does. Until its folder is synced it may be gone after a power cut.
         self.file = -1
+        self.is_named = False
 
     @property
     def disk_bytes(self) -> int:

@@ -49,7 +49,7 @@ class Work:
     new_notes_file: int = -1
     bytes_written: int = 0
     syncs: int = 0
-    _new_files: set[Path] = field(default_factory=set)
+    _unnamed: set[Path] = field(default_factory=set)
 
     def run(self) -> None:
         """Do it. Raises nothing: what failed is noted where it failed."""
@@ -65,24 +65,26 @@ class Work:
                 path.unlink(missing_ok=True)
         for write in self.writes:
             self._append(write)
-        for folder in self._new_files:
+        for folder in self._unnamed:
+            written = [each for each in self.writes if each.segment.path.parent == folder and each.error is None]
             try:
                 self._sync_folder(folder)
+                for write in written:
+                    write.segment.is_named = True
             except OSError as error:
-                for write in self.writes:
-                    if write.segment.path.parent == folder:
-                        write.error = write.error or error
+                for write in written:
+                    write.error = error
         if self.checkpoint and not self.notes_error and not any(each.error for each in self.writes):
             with contextlib.suppress(OSError):
                 self.new_notes_file = self._replace()
 
     def _append(self, write: Write) -> None:
-        segment, new = write.segment, write.segment.file < 0
+        segment = write.segment
         try:
             free = os.statvfs(self.folder)
             if free.f_bavail * free.f_frsize < self.floor_bytes + len(write.data):
                 raise OSError(errno.ENOSPC, "the free-space floor is reached")
-            if new:
+            if segment.file < 0:
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
                 segment.file = os.open(segment.path, flags, 0o600)
                 os.ftruncate(segment.file, segment.nbytes)
@@ -94,8 +96,8 @@ class Work:
                 with contextlib.suppress(OSError):
                     os.ftruncate(segment.file, segment.nbytes)
             return
-        if new:
-            self._new_files.add(segment.path.parent)
+        if not segment.is_named:
+            self._unnamed.add(segment.path.parent)
 
     def _replace(self) -> int:
         """A new file of notes in the place of the old one."""

@@ -47,7 +47,7 @@ def killed_after(seconds: float, folder: Path, session: str) -> str:
     """What a writer said until it was killed so long after its first word."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "tests/agent/mqtt/spool/writer.py"), str(folder), session]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, env=environment) as process:
         assert process.stdout is not None
         first = process.stdout.readline()
         # The pipe is read on a thread of communicate(): the moment is random, not what comes of it.
