@@ -38,6 +38,8 @@ class Keeper:
             self._task.cancel()
             # What is under way on the thread ends first.
             await asyncio.wait([self._task])
+            if not self._task.cancelled() and (error := self._task.exception()) is not None:
+                raise error
         await asyncio.get_running_loop().run_in_executor(self._thread, self.spool.close, self._clock())
         self._thread.shutdown()
         self._answer(self.spool.durable(), set(self.spool.lost()))

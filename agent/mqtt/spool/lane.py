@@ -22,6 +22,8 @@ from agent.mqtt.spool.records import ENTRY, Damage, Reader, Record
 PAGE_BYTES = 4096
 # Between two places of a segment that reading can begin at.
 _MARK_BYTES = 64 << 10
+# Of a segment, known without reading it.
+_STREAMS = 64
 # Read ahead of who takes it.
 _AHEAD_BYTES = 256 << 10
 
@@ -57,6 +59,8 @@ class Segment:
         self.nbytes = self.live = 0
         self.newest_ms = 0
         self.marks: list[Mark] = []
+        # What it has of each (stream, session): first, last, how many; None where they are too many to know by heart.
+        self.streams: dict[tuple[str, str], tuple[int, int, int]] | None = {}
         # Of who writes; -1 where nobody does. Until its folder is synced it may be gone after a power cut.
         self.file = -1
         self.is_named = False
@@ -72,6 +76,12 @@ class Segment:
             self.marks.append(Mark(record.position, record.ordinal, offset))
         self.next, self.last_position = record.ordinal + 1, record.position
         self.newest_ms = max(self.newest_ms, record.made_ms)
+        if record.what == ENTRY and self.streams is not None:
+            name, seq = (record.stream, record.session), record.seq
+            first, _, count = self.streams.get(name, (seq, seq, 0))
+            self.streams[name] = (first, seq, count + 1)
+            if len(self.streams) > _STREAMS:
+                self.streams = None
 
     def mark_before(self, position: int) -> Mark:
         """Where to begin to read for what comes after that position."""
@@ -205,12 +215,14 @@ class Lane:
 
     def gaps_of(self, segment: Segment, reason: str) -> list[Gap]:
         """What would be missing if what waits in the segment went."""
-        gaps: dict[tuple[str, str], list[int]] = {}
-        for record in _records(segment):
-            if record.what == ENTRY and record.ordinal not in self.done:
-                gap = gaps.setdefault((record.stream, record.session), [record.seq, record.seq, 0])
-                gap[1] = record.seq
-                gap[2] += 1
+        gaps = segment.streams
+        if gaps is None or sum(count for _, _, count in gaps.values()) != segment.live:
+            gaps = {}
+            for record in _records(segment):
+                if record.what == ENTRY and record.ordinal not in self.done:
+                    name, seq = (record.stream, record.session), record.seq
+                    first, _, count = gaps.get(name, (seq, seq, 0))
+                    gaps[name] = (first, seq, count + 1)
         return [Gap(self.kind, *names, first, last, count, reason) for names, (first, last, count) in gaps.items()]
 
     def _finish(self, segment: Segment) -> None:

@@ -74,6 +74,7 @@ class Spool:
         self._lanes = {
             kind: Lane(kind, policy, limits.segment_of(policy), folder / kind) for kind, policy in policies.items()
         }
+        self._keeping = [lane for lane in self._lanes.values() if lane.policy.drop is Drop.NEWEST]
         self._ledger = Ledger(limits.gaps)
         self._wear = Wear()
         self._seqs: dict[str, int] = {}
@@ -346,11 +347,19 @@ class Spool:
                 if not self._sacrifice("room"):
                     return False
             return True
-        while files or lane.used_bytes + nbytes > lane.policy.max_bytes or self._is_over(lane, nbytes):
+        while (
+            files
+            or lane.used_bytes + nbytes > lane.policy.max_bytes
+            or (self._is_lent() and self._is_over(lane, nbytes))
+        ):
             if not self._drop_segment(lane, "oldest", self._now):
                 return False
             files = len(lane.segments) >= self.limits.segments
         return True
+
+    def _is_lent(self) -> bool:
+        """Whether a kind has more than its own room; while none has, all together cannot have too much."""
+        return any(lane.used_bytes > lane.policy.max_bytes for lane in self._keeping)
 
     def _is_over(self, lane: Lane, nbytes: int) -> bool:
         """Whether with so much more all kinds together have more than all may; the room of those that do not drop what

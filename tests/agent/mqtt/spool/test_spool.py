@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from agent.mqtt.spool.counts import Counts
 from agent.mqtt.spool.policy import Drop, Limits, Policy
 from agent.mqtt.spool.spool import SpoolError
-from tests.support.spools import LIMITS, POLICIES, balanced, opened, waiting
+from tests.support.spools import LIMITS, POLICIES, balanced, opened, paged, waiting
 
 KB = b"x" * 1000
 
@@ -318,3 +319,40 @@ def test_where_the_disk_is_not_to_be_filled_measures_go_first(tmp_path: Path) ->
     assert again.figures.by_kind["m"].dropped == {"disk": 20}
     assert again.figures.by_kind["e"] == Counts(2, 0, {"disk": 1}, 1)
     assert {(gap.kind, gap.stream, gap.count) for gap in again.gaps} == {("m", "t", 20), ("e", "u", 1)}
+
+
+def test_what_waits_is_on_disk_and_not_in_memory(tmp_path: Path) -> None:
+    policies = {**POLICIES, "m": Policy(64 << 20)}
+    spool = opened(tmp_path, policies=policies, limits=Limits(free_floor_bytes=0))
+    tracemalloc.start()
+    for number in range(20_000):
+        spool.append("m", f"t{number % 10}", KB, 0.0)
+        if spool.due(0.0):
+            spool.sync(0.0)
+    taken = sum(1 for _ in paged(spool.live, 0.0))
+    _, peak = tracemalloc.get_traced_memory()
+    spool.abandon()
+    again = opened(tmp_path, "s2", policies=policies, limits=Limits(free_floor_bytes=0))
+    _, peak_of_opening = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert again.figures.by_kind["m"].queued == 20_000
+    assert taken > 16_000
+    # What is handed out and not settled is remembered without its body.
+    assert max(peak, peak_of_opening) < 12 << 20
+
+
+def test_a_segment_of_which_a_part_arrived_is_explained_without_that_part(tmp_path: Path) -> None:
+    spool = opened(tmp_path)
+    for number in range(300):
+        spool.append("m", "tu"[number % 2], KB, 0.0)
+        spool.sync(0.0)
+        if number == 3:
+            for entry in spool.live(3, 0.0):
+                spool.delivered(entry.position, 0.0)
+    dropped = spool.figures.by_kind["m"].dropped["oldest"]
+    gaps = {gap.stream: (gap.first, gap.last, gap.count) for gap in spool.gaps}
+    first_kept = waiting(spool)[0][2]
+    assert gaps["u"][0] == 1
+    assert gaps["t"][0] == 2
+    assert gaps["u"][2] + gaps["t"][2] == dropped
+    assert max(gaps["u"][1], gaps["t"][1]) <= first_kept
