@@ -24,6 +24,7 @@ from agent.generation.tokenizer import load_text
 from agent.images import load_images
 from agent.load.command import EXAMPLES, bench
 from agent.models import Model, machine_budget, open_model
+from agent.mqtt import check as broker_check
 from targets.bundle import NAME, Residency
 from targets.errors import TightfitError
 from targets.tensor import human
@@ -36,6 +37,10 @@ cli = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+# As in the unit.
+_CONFIG = Path("/etc/tightfit/agent.toml")
 
 
 def _say(line: str) -> None:
@@ -194,6 +199,31 @@ def token(
 
 
 cli.command(epilog=EXAMPLES)(bench)
+
+mqtt = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+cli.add_typer(mqtt, name="mqtt", help="Telemetry to a broker (docs/mqtt.md).")
+
+
+@mqtt.callback()
+def _mqtt() -> None:
+    """Telemetry to a broker."""
+
+
+@mqtt.command(
+    "check",
+    epilog="Exit code: 0 where every broker can be used, 1 where one cannot, 2 where the configuration is not valid."
+    " Example: tightfit-agent mqtt check --config /etc/tightfit/agent.toml",
+)
+def mqtt_check(
+    *,
+    config: Annotated[Path, typer.Option(help="TOML configuration, of which [mqtt] is looked at.")] = _CONFIG,
+    json: Annotated[bool, typer.Option("--json", help="Say what was found as JSON.")] = False,
+) -> None:
+    """Say what is wrong with a broker: its name, address, certificate, login, limits and access lists, step by step."""
+    reports = broker_check.check(load_config(config, {}).mqtt)
+    _say(broker_check.as_json(reports) if json else broker_check.as_text(reports))
+    if not all(each.is_well for each in reports):
+        raise typer.Exit(1)
 
 
 def main() -> None:

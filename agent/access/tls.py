@@ -100,6 +100,41 @@ def for_client(authorities: str, certificate: str, key: str, minimum: str) -> ss
     return context
 
 
+def shown(certificate: str, key: str) -> Certificate:
+    """What a server that trusts the certificate itself says of it when a client shows it. Raises ConfigError."""
+    chain, secret = located(certificate), located(key)
+    leaf = _check_files(chain, secret)
+    server, client = _server("1.2"), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    server.verify_mode = ssl.CERT_REQUIRED
+    server.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.check_hostname = False
+    client.verify_mode = ssl.CERT_NONE
+    for each in (server, client):
+        _load(each, chain, secret)
+    sha256 = hashlib.sha256(ssl.PEM_cert_to_DER_cert(leaf)).hexdigest()
+    try:
+        server.load_verify_locations(cadata=leaf)
+        fields = _shown_to(server, client)
+    except ssl.SSLCertVerificationError as error:
+        # X509_V_ERR_CERT_NOT_YET_VALID
+        if error.verify_code != 9:
+            raise ConfigError(f"the certificate {chain}: {error.verify_message}") from None
+        return Certificate((), 0.0, sha256, early=True)
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(f"the certificate {chain} cannot be used: {_words(error)}") from None
+    return Certificate(names_of(fields), ssl.cert_time_to_seconds(str(fields["notAfter"])), sha256, early=False)
+
+
+def _shown_to(server: ssl.SSLContext, client: ssl.SSLContext) -> Mapping[str, Any]:
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    shows, looks = client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)
+    for _ in range(_MOST_FLIGHTS):
+        for each in (shows, looks):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                each.do_handshake()
+    return looks.getpeercert() or {}
+
+
 def _server(minimum: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = _VERSIONS[minimum]

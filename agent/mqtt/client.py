@@ -461,9 +461,11 @@ class _Connection:
             self.failed(trouble_of(code), text, code, _text(properties, "ServerReference"))
         elif self._wire.problem is not None:
             self.failed(*self._wire.problem)
+        # It ends connections itself for two reasons.
+        elif str(reason) == "Keep alive timeout":
+            self.failed(Trouble.NETWORK, "no answer to a ping")
         else:
-            text = str(reason)
-            self.failed(Trouble.NETWORK, "no answer to a ping" if text == "Keep alive timeout" else text)
+            self.failed(Trouble.PROTOCOL, "the broker sent something that is no MQTT")
 
     def _on_publish(self, mid: int, reason: Any, _properties: Any) -> None:
         found = self._tickets.pop(mid, None)

@@ -5,6 +5,10 @@ is ignored). So it is given no more than may be on the wire: what is here goes i
 the broker answered, when a message of QoS 0 was written, or when the connection ends. What was inside then was not
 delivered, and is sent again.
 
+Some messages no broker answers: it ends the connection, and would do so for ever. It does not say which one it was, so
+that after such an end those that were on their way go one by one, and one with which it ends again and again is given
+up.
+
 Three lanes go through it: `FIRST` is what begins a connection, then what happens now, and then what happened before,
 which is held to a rate: a vehicle back from hours without a network still tells of now first.
 """
@@ -16,6 +20,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from agent.mqtt.packet import Outgoing, packet_bytes
+
+# A broker may end a connection for its own reasons, twice; not three times with the same message alone on its way.
+_MOST_ENDS = 3
 
 # What a broker may ask of this field at most, and what holds where it says nothing (MQTT 5.0, section 3.2.2.3.3).
 NO_MAXIMUM = 65_535
@@ -126,6 +133,7 @@ class Gate:
         self._closed_until = dict.fromkeys(Lane, 0.0)
         self._tries: dict[tuple[Lane, int], int] = {}
         self._next = 0
+        self._careful = 0
 
     @property
     def inside(self) -> int:
@@ -145,12 +153,24 @@ class Gate:
         self._closed_until = dict.fromkeys(Lane, now)
         self._filled = max(self._filled, now)
 
-    def closed(self) -> list[Inside]:
-        """The connection ended: what was on its way and is not delivered, in the order in which it went in."""
+    def closed(self, blamed: bool = False) -> list[Settled]:
+        """The connection ended: what was on its way, in the order in which it went in, is LATER; `blamed` says that it
+        ended for something that we sent."""
         lost = list(self._inside.values())
         self._inside.clear()
         self._bytes = 0
-        return lost
+        if not blamed or not lost:
+            return [Settled(each.lane, each.position, Fate.LATER, "ended") for each in lost]
+        self._careful = max(self._careful, len(lost))
+        (first, *others) = lost
+        if others:
+            return [Settled(each.lane, each.position, Fate.LATER, "ended") for each in lost]
+        key = first.lane, first.position
+        ends = self._tries.pop(key, 0) + 1
+        if ends == _MOST_ENDS:
+            return [Settled(*key, Fate.NEVER, "broker_ends")]
+        self._remember(key, ends)
+        return [Settled(*key, Fate.LATER, "ended")]
 
     def fits(self, message: Outgoing) -> bool:
         """Whether the broker, and our own bound, take a message of that size at all."""
@@ -163,7 +183,8 @@ class Gate:
         """How many of that lane may go in now."""
         if now < self._closed_until[lane] or (self._bytes >= self._options.window_bytes and self._inside):
             return 0
-        room = min(self._options.window, self.limits.receive_maximum) - len(self._inside)
+        window = 1 if self._careful else self._options.window
+        room = min(window, self.limits.receive_maximum) - len(self._inside)
         if lane is Lane.REPLAY and self._options.replay_per_s:
             self._fill(now)
             room = min(room, int(self._tokens))
@@ -187,6 +208,7 @@ class Gate:
         if found is None:
             return None
         self._bytes -= found.size
+        self._careful = max(0, self._careful - 1)
         answer, key = answer_of(code), (found.lane, found.position)
         if answer.fate is not Fate.LATER:
             self._tries.pop(key, None)

@@ -23,11 +23,11 @@ from agent import log
 from agent.access.files import Watch
 from agent.errors import ConfigError
 from agent.mqtt import client as carrier
-from agent.mqtt.backoff import Backoff, Trouble, Waits
+from agent.mqtt.backoff import BLAMED, Backoff, Trouble, Waits
 from agent.mqtt.brokers import Broker, Brokers
 from agent.mqtt.gate import Fate, Gate, Lane, Limits, Options
 from agent.mqtt.identity import files_of, identify
-from agent.mqtt.packet import Incoming, Outgoing
+from agent.mqtt.packet import Incoming, Outgoing, is_topic
 from agent.mqtt.settings import Mqtt
 from agent.mqtt.source import Placed, Source
 
@@ -70,8 +70,8 @@ class Listener(Protocol):
     def command(self, message: Incoming) -> None: ...
 
     def alarm(self, name: str, text: str) -> None:
-        """Something that waiting does not mend: `taken_over`, `authentication`, `certificate`, `stuck`,
-        `not_subscribed`, `thread`."""
+        """Something that waiting does not mend: `taken_over`, `flapping`, `authentication`, `certificate`,
+        `stuck`, `not_subscribed`, `greeting_rejected`, `thread`."""
 
 
 @dataclass
@@ -321,7 +321,11 @@ class Link(Generic[E]):
 
     def _ended(self, event: carrier.Ended, now: float) -> None:
         was_connected, broker = self._figures.is_connected, self._brokers.current
-        self._figures.resent += len(self._gate.closed())
+        for each in self._gate.closed(was_connected and event.trouble in BLAMED):
+            if each.fate is Fate.NEVER:
+                self._rejected(each.lane, each.position, each.reason)
+            else:
+                self._figures.resent += 1
         self._flying.clear()
         self._over.set()
         self._quiet.set()
@@ -370,7 +374,7 @@ class Link(Generic[E]):
         if event.code == 0x84:
             self._protocols[broker] = 4
             return before == 5
-        if event.code < 0 and event.trouble is not Trouble.CERTIFICATE:
+        if event.trouble is Trouble.CLOSED:
             self._protocols[broker] = 9 - before
         return False
 
@@ -380,6 +384,11 @@ class Link(Generic[E]):
             self._alarm(
                 "taken_over",
                 f"another client at {broker} says that it is {self._settings.client_name!r}: give each device its own",
+            )
+        elif self._backoff.flaps:
+            self._alarm(
+                "flapping",
+                f"{broker} ends each connection soon: is another client named {self._settings.client_name!r} as well?",
             )
         elif event.trouble in (Trouble.AUTHENTICATION, Trouble.CERTIFICATE):
             self._alarm(event.trouble.value, f"{broker}: {event.text}")
@@ -417,8 +426,8 @@ class Link(Generic[E]):
         while self._first and self._gate.room(Lane.FIRST, now):
             position, message = self._first.popleft()
             message = self._adapted(message)
-            if not self._gate.fits(message):
-                self._rejected(Lane.FIRST, position, "too_large")
+            if (problem := self._problem(message)) is not None:
+                self._rejected(Lane.FIRST, position, problem)
                 continue
             ticket = self._gate.enter(Lane.FIRST, position, message, now)
             if ticket is None:
@@ -448,8 +457,8 @@ class Link(Generic[E]):
                 self._log.error("a message cannot be sent", position=position, error=str(error))
                 self._rejected(lane, position, "encoding")
             else:
-                if not self._gate.fits(message):
-                    self._rejected(lane, position, "too_large")
+                if (problem := self._problem(message)) is not None:
+                    self._rejected(lane, position, problem)
                 elif (ticket := self._gate.enter(lane, position, message, now)) is None:
                     return False
                 else:
@@ -457,6 +466,12 @@ class Link(Generic[E]):
                     sends.append(carrier.Send(self._number, ticket, message))
         self._after[lane] = position
         return True
+
+    def _problem(self, message: Outgoing) -> str | None:
+        """Why no broker, or not this one, takes it."""
+        if not is_topic(message.topic):
+            return "topic_invalid"
+        return None if self._gate.fits(message) else "too_large"
 
     def _adapted(self, message: Outgoing) -> Outgoing:
         """As the broker can take it."""

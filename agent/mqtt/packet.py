@@ -43,6 +43,15 @@ class Incoming(msgspec.Struct, frozen=True):
     at: float
 
 
+def is_topic(text: str) -> bool:
+    """Whether a message may be sent there (MQTT 5.0, section 4.7): what may not, some brokers end a connection for."""
+    try:
+        size = len(text.encode("utf-8"))
+    except UnicodeEncodeError:
+        return False
+    return 0 < size <= 0xFFFF and not any(each in text for each in "+#\0")
+
+
 def packet_bytes(message: Outgoing, protocol: int) -> int:
     """How long its PUBLISH is on the wire, under `protocol` 4 (3.1.1) or 5: what Maximum Packet Size is about."""
     body = 2 + len(message.topic.encode("utf-8", "replace")) + len(message.payload) + (2 if message.qos else 0)

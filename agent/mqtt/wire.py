@@ -21,16 +21,15 @@ _KERNEL_BYTES = 256 << 10
 _PUBLISH_QOS_2 = 0x34
 # A peer that vanished is noticed by the keep-alive of MQTT; this only lets the kernel forget it as well.
 _USER_TIMEOUT_MS = 60_000
-# OpenSSL's verify_code of those that a wrong clock makes, X509_V_ERR_...
-NOT_YET_VALID, EXPIRED = 9, 10
 
 
 class DialError(Exception):
-    """No connection: at which step (dns, tcp, tls), and what kind of trouble that is."""
+    """No connection: at which step (dns, tcp, tls), and what kind of trouble that is. `verify_code` is OpenSSL's, where
+    it was the broker's certificate."""
 
-    def __init__(self, step: str, trouble: Trouble, text: str) -> None:
+    def __init__(self, step: str, trouble: Trouble, text: str, verify_code: int = 0) -> None:
         super().__init__(text)
-        self.step, self.trouble = step, trouble
+        self.step, self.trouble, self.verify_code = step, trouble, verify_code
 
 
 def resolve(broker: Broker) -> list[str]:
@@ -67,7 +66,8 @@ def secure(sock: socket.socket, broker: Broker, context: ssl.SSLContext) -> ssl.
         return context.wrap_socket(sock, server_hostname=broker.host)
     except (OSError, ValueError) as error:
         sock.close()
-        raise DialError("tls", tls_trouble(error), tls_words(error)) from None
+        code = error.verify_code if isinstance(error, ssl.SSLCertVerificationError) else 0
+        raise DialError("tls", tls_trouble(error), tls_words(error), code) from None
 
 
 def dial(broker: Broker, context: ssl.SSLContext | None, timeout_s: float) -> socket.socket:
@@ -167,7 +167,7 @@ class Wire:
         except OSError as error:
             raise self._failed(error) from None
         if not data:
-            self.problem = self.problem or (Trouble.NETWORK, "the broker closed the connection")
+            self.problem = self.problem or (Trouble.CLOSED, "the broker closed the connection")
         self._scan(data)
         return data
 

@@ -155,24 +155,36 @@ def test_e05_whatever_a_broker_sends_the_thread_goes_on(garbage: bytes) -> None:
 
 def test_e06_two_with_one_name_do_not_throw_each_other_out_for_ever(tmp_path: Path) -> None:
     async def main(broker: Mosquitto) -> None:
+        # This broker does not say why it ends the connection before.
         options = settings(broker.url, slow_first_wait_s=600.0)
-        async with linked(options) as (first, _, ears):
-            await until(lambda: first.state.is_connected)
-            async with linked(options) as (second, source, _):
-                await until(lambda: bool(ears.losses))
-                lost = ears.losses[0]
-                assert (lost.trouble, lost.code) == (Trouble.TAKEN_OVER, 0x8E)
-                # A person has to see to it: he is told, and it is not tried again at once.
-                assert lost.retry_s >= 300
-                assert ears.alarmed("taken_over")
-                assert "'d1-agent'" in ears.alarms[0][1]
-                source.add(1)
-                second.wake()
-                await until(lambda: not source.waiting)
-                assert second.state.connections == first.state.connections == 1
+        async with linked(options) as one, linked(options) as other:
+            await until(lambda: one.ears.alarmed("flapping") or other.ears.alarmed("flapping"))
+            left, stays = (one, other) if one.ears.alarmed("flapping") else (other, one)
+            # A person has to see to it: he is told, and it is not tried again at once.
+            assert left.ears.losses[-1].retry_s >= 300
+            assert "'d1-agent'" in left.ears.alarms[-1][1]
+            stays.source.add(1)
+            stays.link.wake()
+            await until(lambda: not stays.source.waiting)
+            assert max(one.link.state.connections, other.link.state.connections) <= 6
 
     with mosquitto(tmp_path) as broker:
         run(main(broker))
+
+
+def test_e06_a_broker_that_says_that_another_has_our_name() -> None:
+    async def main() -> None:
+        with fake_broker() as broker:
+            async with linked(settings(broker.url, slow_first_wait_s=600.0)) as (link, _, ears):
+                await until(lambda: link.state.is_connected)
+                broker.send(packets.disconnect(0x8E))
+                await until(lambda: bool(ears.losses))
+                assert (ears.losses[0].trouble, ears.losses[0].code) == (Trouble.TAKEN_OVER, 0x8E)
+                assert ears.losses[0].retry_s >= 300
+                assert ears.alarmed("taken_over")
+                assert link.state.taken_over == 1
+
+    run(main())
 
 
 def test_e06_a_connection_that_did_not_hold_makes_the_next_wait_longer() -> None:
@@ -180,11 +192,11 @@ def test_e06_a_connection_that_did_not_hold_makes_the_next_wait_longer() -> None
         with fake_broker() as broker:
             options = settings(broker.url, first_wait_s=0.01, most_wait_s=300.0, stable_s=3600.0)
             async with linked(options, draw=lambda: 1.0) as (link, _, ears):
-                for count in range(1, 6):
+                for count in range(1, 5):
                     await until(lambda count=count: link.state.connections == count)  # type: ignore[misc]
                     broker.drop()
                     await until(lambda count=count: len(ears.losses) == count)  # type: ignore[misc]
-            assert [loss.retry_s for loss in ears.losses] == [0.01, 0.02, 0.04, 0.08, 0.16]
+            assert [loss.retry_s for loss in ears.losses] == [0.01, 0.02, 0.04, 0.08]
 
     run(main())
 
@@ -219,7 +231,9 @@ def test_e07_the_will_is_said_of_one_that_vanished_and_not_of_one_that_is_back(t
 def test_e07_one_that_was_killed_is_said_to_be_gone(tmp_path: Path) -> None:
     async def main(broker: Mosquitto) -> None:
         with proxy(broker.port) as between, Subscriber(broker, STATE) as subscriber:
-            async with linked(settings(between.url, will_delay_s=0, first_wait_s=60.0), greeting=True):
+            async with linked(
+                settings(between.url, will_delay_s=0, first_wait_s=60.0, most_wait_s=60.0), greeting=True
+            ):
                 await asyncio.to_thread(subscriber.until, 1)
                 between.reset()
                 lines = await asyncio.to_thread(subscriber.until, 2)
@@ -327,7 +341,7 @@ def test_e16_a_command_that_is_too_large_ends_one_connection_and_not_the_agent()
     async def main() -> None:
         with fake_broker() as broker:
             broker.greets = [packets.publish(Outgoing(COMMAND, b"x" * (1 << 20)))]
-            async with linked(settings(broker.url, command_kib=1)) as (link, source, ears):
+            async with linked(settings(broker.url, command_kib=1)) as (_, source, ears):
                 await until(lambda: bool(ears.losses))
                 assert ears.losses[0].trouble is Trouble.PROTOCOL
                 assert "a packet of 10" in ears.losses[0].text
@@ -371,11 +385,11 @@ def test_commands_that_nobody_takes_are_bounded() -> None:
                 # The loop stands still while a thousand come; only so many are kept as the broker may send at once.
                 broker.send(b"".join(flood(COMMAND, mid) for mid in range(1, 1001)))
                 until_s = time.monotonic() + 60
-                while link.state.commands_dropped < 900:
+                while link.state.commands_dropped < 984:
                     assert time.monotonic() < until_s
                     time.sleep(0.01)  # noqa: ASYNC251
-                await until(lambda: len(ears.commands) == 1000 - link.state.commands_dropped)
-                assert len(ears.commands) <= 16
+                await until(lambda: len(ears.commands) == 16)
+                assert link.state.commands_dropped == 984
 
     run(main())
 
@@ -418,7 +432,7 @@ def test_messages_without_an_answer_do_not_pile_up_for_a_peer_that_reads_nothing
 
 
 def test_answers_by_their_code() -> None:
-    codes = {0: 0x10, 1: 0x87, 2: 0x99, 3: 0x00, 4: 0x95, 5: 0x90}
+    codes = {0: 0x10, 1: 0x87, 2: 0x99, 3: 0x00, 4: 0x90}
 
     async def main() -> None:
         with fake_broker() as broker:
@@ -428,10 +442,30 @@ def test_answers_by_their_code() -> None:
                     source.add(number)
                 await until(lambda: not source.waiting)
                 assert sorted(source.delivered_at) == [0, 3]
-                assert source.rejections == {
-                    1: "not_authorized", 2: "payload_invalid", 4: "too_large", 5: "topic_invalid",
-                }  # fmt: skip
+                assert source.rejections == {1: "not_authorized", 2: "payload_invalid", 4: "topic_invalid"}
                 assert link.state.connections == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(packets.disconnect(0x95), id="too large"),
+        pytest.param(packets.puback(1, 0x95), id="a code that is none"),
+    ],
+)
+def test_a_message_with_which_a_broker_always_ends_the_connection_does_not_stop_the_others(end: bytes) -> None:
+    async def main() -> None:
+        with fake_broker() as broker:
+            broker.ends_at = lambda message: end if message.payload == b"3" else b""
+            async with linked(settings(broker.url)) as (link, source, _):
+                for number in range(20):
+                    source.add(number)
+                await until(lambda: not source.waiting)
+                assert source.rejections == {3: "broker_ends"}
+                assert len(source.delivered_at) == 19
+                assert link.state.connections <= 6
 
     run(main())
 
@@ -465,7 +499,7 @@ def test_an_acknowledgement_of_nothing_delivers_nothing() -> None:
             async with linked(settings(broker.url)) as (link, source, _):
                 source.add(1)
                 await until(lambda: bool(broker.published))
-                broker.send(packets.puback(broker.published[0].mid + 1) + packets.puback(60_000))
+                broker.send(packets.puback(broker.published[0].mid + 100) + packets.puback(60_000))
                 broker.acknowledge_withheld()
                 source.add(2)
                 link.wake()
@@ -581,7 +615,11 @@ def test_nothing_is_lost_and_all_is_in_order_over_connections_that_are_reset(tmp
 
     async def main(broker: Mosquitto) -> None:
         with proxy(broker.port) as between, Subscriber(broker, MEASURE, "-i", "reader") as subscriber:
-            async with linked(settings(between.url, window=16)) as (link, source, _):
+            async with linked(settings(between.url, window=16, slow_first_wait_s=0.05, slow_most_wait_s=0.2)) as (
+                link,
+                source,
+                _,
+            ):
                 for number in range(total):
                     source.add(number)
                     link.wake()
@@ -674,10 +712,11 @@ def test_a_certificate_that_expired_is_told_and_its_successor_is_used_at_once(tm
             source.add(1)
             # TLS 1.3 tells of it after the handshake, with the first bytes.
             await until(lambda: ears.alarmed("certificate"))
-            assert "certificate expired" in ears.losses[0].text
+            assert any("certificate expired" in text for _, text in ears.alarms)
             own[0].write_bytes(new.certificate.read_bytes())
             own[1].write_bytes(new.key.read_bytes())
             await until(lambda: not source.waiting)
+            assert link.state.protocol == 5
             before = link.state.connections
             another = made.device("d1")
             own[0].write_bytes(another.certificate.read_bytes())
@@ -685,7 +724,7 @@ def test_a_certificate_that_expired_is_told_and_its_successor_is_used_at_once(tm
             await until(lambda: link.state.connections == before + 1)
             # Files that belong to nothing change nothing.
             own[0].write_bytes(b"no certificate")
-            assert link.reload() == [f"the certificate {own[0]} holds none in PEM form; convert it with openssl x509"]
+            assert link.reload() == [f"the certificate {own[0]} holds none in PEM form (convert it with openssl x509)"]
             assert link.state.is_connected
 
     secured(tmp_path, main)
@@ -710,7 +749,7 @@ def test_a_password_from_a_credential(tmp_path: Path, monkeypatch: pytest.Monkey
 
     async def main() -> None:
         with fake_broker() as broker:
-            options = settings(broker.url, username="d1", password="credential:broker")
+            options = settings(broker.url, username="d1", password="credential:broker")  # noqa: S106
             async with linked(options) as (link, _, _):
                 await until(lambda: link.state.is_connected)
             assert (broker.connects[0].username, broker.connects[0].password) == ("d1", b"secret")

@@ -23,6 +23,8 @@ class FakeBroker:
         """Answers to the next CONNECTs, in place of success; empty bytes: none."""
         self.acknowledges = True
         self.code_of: Callable[[Published], int] = lambda _: 0
+        self.ends_at: Callable[[Published], bytes] = lambda _: b""
+        """What is said, as the last, in place of an acknowledgement."""
         self.subscriptions_code = 1
         self.reads_after_connack = True
         """False: it stalls, and takes nothing more."""
@@ -38,6 +40,7 @@ class FakeBroker:
         self.largest = 0
         """The longest packet, with its head."""
         self._conns: list[tuple[socket.socket, threading.Lock]] = []
+        self._threads: list[threading.Thread] = []
         self._withheld: list[tuple[socket.socket, threading.Lock, int, int]] = []
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
@@ -69,8 +72,13 @@ class FakeBroker:
             conn.close()
 
     def close(self) -> None:
+        # What accepts is woken by this, and not by close.
+        self._listens.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         self._listens.close()
         self.drop()
+        for thread in self._threads:
+            thread.join()
 
     def _accept(self) -> None:
         while True:
@@ -80,7 +88,9 @@ class FakeBroker:
                 return
             lock = threading.Lock()
             self._conns.append((conn, lock))
-            threading.Thread(target=self._serve, args=(conn, lock), daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(conn, lock), daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _serve(self, conn: socket.socket, lock: threading.Lock) -> None:
         with contextlib.suppress(OSError, EOFError):
@@ -88,7 +98,9 @@ class FakeBroker:
 
     def _talk(self, conn: socket.socket, lock: threading.Lock) -> None:
         first = self._read(conn)
-        assert first.kind == mqtt.CONNECT
+        if first.kind != mqtt.CONNECT or first.body[2:6] != b"MQTT":
+            conn.close()
+            return
         client = mqtt.read_connect(first.body)
         self.connects.append(client)
         if self.refusals:
@@ -111,6 +123,10 @@ class FakeBroker:
                 unanswered += message.qos > 0
                 self.most_unanswered = max(self.most_unanswered, unanswered)
                 self.published.append(message)
+                if last := self.ends_at(message):
+                    conn.sendall(last)
+                    conn.shutdown(socket.SHUT_RDWR)
+                    return
                 if message.qos and self.acknowledges:
                     answer = mqtt.puback(message.mid, self.code_of(message), protocol=client.protocol)
                     unanswered -= 1

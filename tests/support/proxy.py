@@ -23,7 +23,10 @@ class Proxy:
         """Each piece, in each direction, is so late."""
         self.accepted = 0
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._all: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._hung: list[threading.Event] = []
         self._flows = threading.Event()
         self._flows.set()
         self._refuses = False
@@ -58,14 +61,21 @@ class Proxy:
         """Connections that hang stay so for ever, while new ones flow: half open, as after a change of networks."""
         with self._lock:
             self._pairs = []
-        self._flows.set()
+        self._hung.append(self._flows)
         self._flows = threading.Event()
         self._flows.set()
 
     def close(self) -> None:
+        # What accepts is woken by this, and not by close.
+        self._listens.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         self._listens.close()
-        self.reset()
-        self._flows.set()
+        for each in self._all:
+            _reset(each)
+        for flows in (*self._hung, self._flows):
+            flows.set()
+        for thread in self._threads:
+            thread.join()
 
     def _accept(self) -> None:
         while True:
@@ -84,8 +94,11 @@ class Proxy:
                 continue
             with self._lock:
                 self._pairs.append((near, far))
+                self._all += near, far
             for one, other in ((near, far), (far, near)):
-                threading.Thread(target=self._pass, args=(one, other, self._flows), daemon=True).start()
+                thread = threading.Thread(target=self._pass, args=(one, other, self._flows), daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
     def _pass(self, one: socket.socket, other: socket.socket, flows: threading.Event) -> None:
         try:
