@@ -144,7 +144,7 @@ class Wire:
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return
             except OSError as error:
-                raise self._failed(error) from None
+                raise self._failed(self._alert() or error) from None
             del self._out[:sent]
 
     def close(self) -> None:
@@ -170,6 +170,19 @@ class Wire:
             self.problem = self.problem or (Trouble.CLOSED, "the broker closed the connection")
         self._scan(data)
         return data
+
+    def _alert(self) -> ssl.SSLError | None:
+        """Where a peer ended TLS it said why, in what was not read yet."""
+        try:
+            if isinstance(self._sock, ssl.SSLSocket):
+                self._sock.recv(_READ_BYTES)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError, ssl.SSLEOFError):
+            return None
+        except ssl.SSLError as error:
+            return error
+        except OSError:
+            return None
+        return None
 
     def _failed(self, error: OSError) -> ConnectionError:
         self.problem = self.problem or (tls_trouble(error), tls_words(error))

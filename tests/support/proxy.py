@@ -107,6 +107,7 @@ class Proxy:
                     time.sleep(self.delay_s)
                 flows.wait()
                 other.sendall(data)
+            flows.wait()
             with contextlib.suppress(OSError):
                 other.shutdown(socket.SHUT_WR)
         except OSError:

@@ -50,6 +50,21 @@ def test_what_a_person_has_to_mend_is_tried_slowly_and_never_at_once(trouble: Tr
     assert [backoff.failed(trouble, now) for now in range(7)] == [15, 30, 60, 120, 240, 450, 450]
 
 
+def test_a_broker_that_ends_it_soon_each_time_is_tried_slowly() -> None:
+    # Before MQTT 5 that is how one learns that another client has the same name.
+    backoff = Backoff(Waits(first_s=1, most_s=300, slow_first_s=600, stable_s=60), last)
+    waits, now = [], 0.0
+    for _ in range(6):
+        backoff.connected(now)
+        now += 1
+        waits.append(backoff.failed(Trouble.CLOSED, now))
+    assert waits == [1, 2, 4, 8, 600, 900]
+    assert backoff.flaps
+    backoff.connected(now)
+    assert backoff.failed(Trouble.CLOSED, now + 60) == 1
+    assert not backoff.flaps
+
+
 @pytest.mark.parametrize(
     ("code", "trouble"),
     [

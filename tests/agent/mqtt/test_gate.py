@@ -169,6 +169,42 @@ def test_what_was_inside_when_the_connection_ended_is_told_and_forgotten() -> No
     assert gate.inside_bytes == 0
 
 
+def test_after_an_end_for_something_that_we_sent_messages_go_one_by_one() -> None:
+    gate = opened()
+    fill(gate, Lane.LIVE, 0)
+    assert gate.inside == 64
+    assert all(each.fate is Fate.LATER for each in gate.closed(blamed=True))
+    gate.opened(Limits(), 1)
+    for position in range(64):
+        (ticket,) = fill(gate, Lane.LIVE, 1)
+        settled = gate.settle(ticket, 0, 1)
+        assert settled is not None, position
+    # All that could have been it were taken.
+    assert len(fill(gate, Lane.LIVE, 1)) == 64
+
+
+def test_what_is_alone_at_three_such_ends_is_given_up() -> None:
+    gate = opened()
+    fates = []
+    for now in range(4):
+        assert gate.enter(Lane.LIVE, 5, SMALL, now) is not None
+        if not now:
+            assert gate.enter(Lane.LIVE, 6, SMALL, now) is not None
+        fates.append([(each.position, each.fate, each.reason) for each in gate.closed(blamed=True)])
+        gate.opened(Limits(), now)
+    assert fates[0] == [(5, Fate.LATER, "ended"), (6, Fate.LATER, "ended")]
+    assert fates[1:] == [[(5, Fate.LATER, "ended")], [(5, Fate.LATER, "ended")], [(5, Fate.NEVER, "broker_ends")]]
+
+
+def test_an_end_that_is_the_networks_blames_nothing() -> None:
+    gate = opened()
+    for now in range(10):
+        assert gate.enter(Lane.LIVE, 5, SMALL, now) is not None
+        assert [each.fate for each in gate.closed()] == [Fate.LATER]
+        gate.opened(Limits(), now)
+    assert gate.room(Lane.LIVE, 10) == 64
+
+
 TEXTS = st.text(max_size=300)
 
 
