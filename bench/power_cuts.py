@@ -4,7 +4,8 @@ A Linux kernel (User-Mode-Linux, Debian's `user-mode-linux`) has a disk of its o
 appends alarms, events and measures, syncs, says what is durable, takes some and acknowledges it. At a random moment the
 kernel is killed with all that it had not given to its disk. The next one mounts the same disk, and the writer says what
 the spool still has before it goes on. Nothing that was said to be durable may be missing unless it was delivered, and
-nothing may be there twice. Needs root (or a user who may read the host's files) and `mke2fs`; the host is not changed.
+nothing may be there twice. As a control the same writer runs with syncs that do nothing. Needs `mke2fs`, and root or a
+user who may read the host's files; the host is not changed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ RESULTS = Path(__file__).parent / "results" / "power_cuts.md"
 ROOT = Path(__file__).parents[1]
 LINUX = "linux.uml"
 DISK_BYTES = 96 << 20
+CONTROL_CUTS = 2
 # A kernel that says nothing for so long hangs.
 BOOT_S = 120.0
 
@@ -43,8 +45,10 @@ GAPS = Gaps("e", "gap", lambda gap, _: repr(gap).encode())
 Key = tuple[str, int]
 
 
-def write(folder: Path, session: str, rounds: int) -> None:
+def write(folder: Path, session: str, rounds: int, *, unsynced: bool) -> None:
     """Say what is there, then append, sync and deliver, so many times or until the power goes."""
+    if unsynced:
+        vars(os).update(fdatasync=lambda _: None, fsync=lambda _: None)
     spool = Spool.open(folder, session, POLICIES, GAPS, 0.0, "boot", LIMITS)
     entries = list(waiting(spool))
     for entry in entries:
@@ -107,10 +111,13 @@ class Cut:
     right: bool
 
 
-def boot(disk: Path, folder: Path, session: str, rounds: int, cut_after_s: float | None) -> list[list[str]]:
+def boot(
+    disk: Path, folder: Path, session: str, rounds: int, cut_after_s: float | None, control: bool
+) -> list[list[str]]:
     """What a kernel said, until it ended or was killed so long after its writer said something was durable."""
     script = folder / "init"
     python = " ".join(map(shlex.quote, [sys.executable, "-m", "bench.power_cuts", "--write", "/mnt/spool", session]))
+    python += " --unsynced" * control
     script.write_text(
         "#!/bin/sh\nmount -t proc proc /proc\nmount -t ext4 /dev/ubda /mnt || echo 'FAILED mount .'\n"
         f"cd {shlex.quote(str(ROOT))}\nexport PYTHONDONTWRITEBYTECODE=1\n{python} --rounds {rounds}\n"
@@ -165,7 +172,30 @@ def judge(said: Sequence[Sequence[str]], known: Known, after_s: float) -> Cut:
     return Cut(after_s, durable, len(have), len(lost), doubled, int(state[2]), state[1] == "balanced")
 
 
-def report(cuts: Sequence[Cut], delivered: int) -> str:
+def run(count: int, seed: int, *, control: bool) -> tuple[list[Cut], int]:
+    """So many cuts of one disk; what was found behind each, and how many messages were delivered."""
+    moments, known, cuts = random.Random(seed), Known(), list[Cut]()
+    with tempfile.TemporaryDirectory(prefix="cuts") as name:
+        folder = Path(name)
+        disk = folder / "disk.img"
+        with disk.open("wb") as file:
+            file.truncate(DISK_BYTES)
+        subprocess.run(["mke2fs", "-q", "-t", "ext4", "-F", str(disk)], check=True)
+        after_s = 0.0
+        for number in range(count + 1):
+            last = number == count
+            next_s = moments.uniform(0.0, 2.5)
+            started = time.monotonic()
+            said = boot(disk, folder, f"s{number}", 0 if last else 1_000_000, None if last else next_s, control)
+            cut = judge(said, known, after_s)
+            if number:
+                cuts.append(cut)
+            print(number, f"{time.monotonic() - started:.1f} s", cut, flush=True)
+            after_s = next_s
+    return cuts, len(known.delivered)
+
+
+def report(cuts: Sequence[Cut], delivered: int, control: Sequence[Cut]) -> str:
     lines = [f"# {(__doc__ or '').strip()}", ""]
     lines += [
         "| cut | s after the first sync | durable so far | waiting | lost | twice | dropped | law holds |",
@@ -176,6 +206,8 @@ def report(cuts: Sequence[Cut], delivered: int) -> str:
         lines.append(f"| {number} | {cut.after_s:.2f} | {figures} | {'yes' if cut.right else 'NO'} |")
     wrong = sum(bool(cut.lost or cut.doubled or not cut.right) for cut in cuts)
     lines += ["", f"{len(cuts)} power cuts, {delivered:,} messages delivered, {wrong} cuts with something wrong.", ""]
+    lost = ", ".join(f"{cut.lost:,} of {cut.durable:,}" for cut in control)
+    lines += [f"Control, with syncs that do nothing: lost {lost}.", ""]
     lines += ["`dropped` counts records that were torn before they were durable and stood before one that was whole."]
     return "\n".join([*lines, "", measured_on(describe_machine("msgspec")), ""])
 
@@ -187,29 +219,14 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name} too")
     parser.add_argument("--write", nargs=2, metavar=("FOLDER", "SESSION"), help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=1_000_000, help=argparse.SUPPRESS)
+    parser.add_argument("--unsynced", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.write:
-        write(Path(arguments.write[0]), arguments.write[1], arguments.rounds)
+        write(Path(arguments.write[0]), arguments.write[1], arguments.rounds, unsynced=arguments.unsynced)
         return
-    moments, known, cuts = random.Random(arguments.seed), Known(), list[Cut]()
-    with tempfile.TemporaryDirectory(prefix="cuts") as name:
-        folder = Path(name)
-        disk = folder / "disk.img"
-        with disk.open("wb") as file:
-            file.truncate(DISK_BYTES)
-        subprocess.run(["mke2fs", "-q", "-t", "ext4", "-F", str(disk)], check=True)
-        after_s = 0.0
-        for number in range(arguments.cuts + 1):
-            last = number == arguments.cuts
-            next_s = moments.uniform(0.0, 2.5)
-            started = time.monotonic()
-            said = boot(disk, folder, f"s{number}", 0 if last else 1_000_000, None if last else next_s)
-            cut = judge(said, known, after_s)
-            if number:
-                cuts.append(cut)
-            print(number, f"{time.monotonic() - started:.1f} s", cut, flush=True)
-            after_s = next_s
-    text = report(cuts, len(known.delivered))
+    cuts, delivered = run(arguments.cuts, arguments.seed, control=False)
+    control, _ = run(CONTROL_CUTS, arguments.seed, control=True)
+    text = report(cuts, delivered, control)
     print(text)
     if arguments.save:
         RESULTS.write_text(text)

@@ -39,7 +39,7 @@ for number in range(int(sys.argv[2])):
 spool.close(0.0)
 figures = spool.figures
 print(json.dumps([kilobytes("VmHWM") - before, figures.by_kind["m"].dropped, figures.by_kind["m"].queued]))
-"""  # noqa: E501
+"""
 
 
 def test_messages_made_offline_are_bounded_on_disk_and_in_memory_and_the_newest_stay(tmp_path: Path) -> None:

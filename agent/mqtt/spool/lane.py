@@ -196,7 +196,7 @@ class Lane:
 
     def settle(self, start: int, end: int) -> list[tuple[int, int]]:
         """Records from `start` to `end` wait no more; the ranges of those that did."""
-        ranges = self.done.missing(start, end)
+        ranges = [(start, end)] if end - start == 1 and start not in self.done else self.done.missing(start, end)
         for low, high in ranges:
             at = max(bisect_right(self.segments, low, key=lambda segment: segment.first) - 1, 0)
             while at < len(self.segments) and self.segments[at].first < high:
@@ -296,11 +296,12 @@ class Ahead:
             assert self._segment is not None  # noqa: S101  `_open` has just said so
             assert self._reader is not None  # noqa: S101
             self._reader.end = self._segment.nbytes
-            for _, found in self._reader:
+            while (found := self._reader.next()) is not None:
                 if isinstance(found, Damage):
                     continue
-                self._missed(found.ordinal)
-                self._next_index = max(self._next_index, found.ordinal + 1)
+                if found.ordinal != self._next_index:
+                    self._missed(found.ordinal)
+                self._next_index = found.ordinal + 1
                 if found.what == ENTRY and found.position > self._base and found.ordinal not in self._lane.done:
                     return Entry(
                         found.position,

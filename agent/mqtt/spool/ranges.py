@@ -30,6 +30,10 @@ class Ranges:
         """Put a range in; how many of its numbers were not there."""
         if start >= end:
             return 0
+        if self._ends and self._ends[-1] == start:
+            # What comes in order, as most does.
+            self._ends[-1] = end
+            return end - start
         low, high = self._touching(start, end)
         before = sum(min(end, self._ends[at]) - max(start, self._starts[at]) for at in range(low, high))
         if low < high:

@@ -70,31 +70,41 @@ class Reader:
 
     def __iter__(self) -> Iterator[tuple[int, Record | Damage]]:
         """What is there until `end`, each with the offset behind it."""
-        while self.offset < self.end:
-            whole = self._at(self.offset)
-            if whole is None:
-                damage = self._damage()
-                self.offset = damage.end
-                yield damage.end, damage
-            else:
-                record, self.offset = whole
-                yield self.offset, record
+        while (found := self.next()) is not None:
+            yield self.offset, found
+
+    def next(self) -> Record | Damage | None:
+        """What comes next, and `offset` is behind it; None at the end, which may have moved when it is asked again."""
+        if self.offset >= self.end:
+            return None
+        found = self._at(self.offset)
+        if found is None:
+            damage = self._damage()
+            self.offset = damage.end
+            return damage
+        record, self.offset = found
+        return record
 
     def _at(self, offset: int) -> tuple[Record, int] | None:
         """The record that begins there, and where it ends."""
-        head = self._bytes(offset, HEAD_BYTES)
-        if len(head) < HEAD_BYTES:
+        at = self._have(offset, HEAD_BYTES)
+        if at < 0:
             return None
-        magic, crc = _PREFIX.unpack_from(head)
-        length, what, session, stream, position, ordinal, seq, made_ms = _FIXED.unpack_from(head, _PREFIX.size)
-        if magic != MAGIC or length > MOST_BYTES or session + stream > length:
+        magic, crc = _PREFIX.unpack_from(self._buffer, at)
+        if magic != MAGIC:
             return None
-        texts = self._bytes(offset + HEAD_BYTES, length)
-        if len(texts) < length or zlib.crc32(texts, zlib.crc32(head[_PREFIX.size :])) != crc:
+        fixed = _FIXED.unpack_from(self._buffer, at + _PREFIX.size)
+        length, what, session, stream, position, ordinal, seq, made_ms = fixed
+        if length > MOST_BYTES or session + stream > length:
             return None
-        names = texts[:session].decode(), texts[session : session + stream].decode()
-        record = Record(what, position, ordinal, *names, seq, made_ms, texts[session + stream :])
-        return record, offset + HEAD_BYTES + length
+        nbytes = HEAD_BYTES + length
+        at = self._have(offset, nbytes)
+        if at < 0 or zlib.crc32(memoryview(self._buffer)[at + _PREFIX.size : at + nbytes]) != crc:
+            return None
+        texts = at + HEAD_BYTES
+        body = texts + session + stream
+        names = self._buffer[texts : texts + session].decode(), self._buffer[texts + session : body].decode()
+        return Record(what, position, ordinal, *names, seq, made_ms, self._buffer[body : at + nbytes]), offset + nbytes
 
     def _damage(self) -> Damage:
         """From here to the next whole record, or to the end."""
@@ -110,6 +120,13 @@ class Reader:
             if self._at(at) is not None:
                 return Damage(start, at, torn=False)
         return Damage(start, self.end, torn=True)
+
+    def _have(self, offset: int, count: int) -> int:
+        """Where in the buffer so many bytes from there on are; -1 where there are not so many."""
+        at = offset - self._start
+        if at >= 0 and at + count <= len(self._buffer):
+            return at
+        return offset - self._start if len(self._bytes(offset, count)) == count else -1
 
     def _bytes(self, offset: int, count: int) -> bytes:
         """At most so many bytes from there on, never past `end`."""
