@@ -3,7 +3,7 @@
 Records of 1 KB are appended and made durable by a process of its own: by the spool, a bare file, and SQLite. Bytes
 written are those that the kernel counts for the process (`write_bytes` of /proc/self/io, pages that it sends to the
 storage; what the file system's journal adds is in none of them). Rounds are interleaved, so that each figure had the
-same neighbours; a figure is the median of its rounds.
+same neighbours; a figure is the median of its rounds, but for the processor's time, which is the least.
 """
 
 from __future__ import annotations
@@ -129,37 +129,41 @@ def run_case(title: str, records: int, folder: Path) -> None:
     """In a process of its own: print seconds and bytes."""
     how, group, share = CASES[title]
     records = max(int(records * share) // group, 1) * group
-    before, started = written_bytes(), time.perf_counter()
+    before, started, cpu = written_bytes(), time.perf_counter(), time.process_time()
     how(folder, records, group)
     seconds = time.perf_counter() - started
-    print(json.dumps([records / seconds, (written_bytes() - before) / (records * len(BODY))]))
+    cpu_us = (time.process_time() - cpu) * 1e6 / records
+    print(json.dumps([records / seconds, cpu_us, (written_bytes() - before) / (records * len(BODY))]))
 
 
-def measure(title: str, records: int) -> tuple[float, float]:
-    """Records a second, and bytes written for each byte."""
+def measure(title: str, records: int) -> tuple[float, float, float]:
+    """Records a second, microseconds of the processor for each, and bytes written for each byte."""
     with tempfile.TemporaryDirectory(prefix="spool") as folder:
         command = [sys.executable, "-m", "bench.mqtt_spool", "--case", title, "--records", str(records), "--in", folder]
-        rate, amplification = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        return rate, amplification
+        rate, cpu_us, amplification = json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        )
+        return rate, cpu_us, amplification
 
 
-def report(found: dict[str, list[tuple[float, float]]], records: int) -> str:
+def report(found: dict[str, list[tuple[float, float, float]]], records: int) -> str:
     """The table, and what the spool is beside each of the others."""
-    rates = {title: statistics.median(rate for rate, _ in rounds) for title, rounds in found.items()}
+    rates = {title: statistics.median(rate for rate, _, _ in rounds) for title, rounds in found.items()}
+    cpu = {title: min(cpu_us for _, cpu_us, _ in rounds) for title, rounds in found.items()}
     written = {
-        title: statistics.median(amplification for _, amplification in rounds) for title, rounds in found.items()
+        title: statistics.median(amplification for _, _, amplification in rounds) for title, rounds in found.items()
     }
     lines = [
         f"# {(__doc__ or '').strip()}",
         "",
         f"{records} records a round (a twentieth where each is synced), {len(next(iter(found.values())))} rounds.",
         "",
-        "| way | records/s | bytes written a byte | rate, to the spool's | bytes written, to the spool's |",
-        "|---|---|---|---|---|",
+        "| way | records/s | CPU, µs each | bytes written a byte | rate, to the spool's | bytes, to the spool's |",
+        "|---|---|---|---|---|---|",
     ]
     for title in found:
         ratios = f"{rates[title] / rates[BASE]:.2f} | {written[title] / written[BASE]:.2f}"
-        lines.append(f"| {title} | {rates[title]:,.0f} | {written[title]:.2f} | {ratios} |")
+        lines.append(f"| {title} | {rates[title]:,.0f} | {cpu[title]:.1f} | {written[title]:.2f} | {ratios} |")
     return "\n".join([*lines, "", measured_on(describe_machine("msgspec")), ""])
 
 
@@ -174,7 +178,7 @@ def main() -> None:
     if arguments.case:
         run_case(arguments.case, arguments.records, arguments.folder)
         return
-    found: dict[str, list[tuple[float, float]]] = {title: [] for title in CASES}
+    found: dict[str, list[tuple[float, float, float]]] = {title: [] for title in CASES}
     for _ in range(arguments.rounds):
         for title, rounds in found.items():
             rounds.append(measure(title, arguments.records))
