@@ -49,10 +49,10 @@ class Feed(Generic[T]):
         self._waiting: list[Bell] = []
         """Who has a result that a reader keeps from being appended, in turn."""
 
-    def follow(self, policy: Policy, since: Position | None) -> Follower[T]:
+    def follow(self, policy: Policy, since: Position | None, backlog: int = _BACKLOG) -> Follower[T]:
         """Begin to follow it, behind `since` or with what comes next. Whoever does must `close` it."""
         # Who comes back may be as far behind as all that is kept.
-        backlog = _BACKLOG if since is None else max(len(self.results), _BACKLOG)
+        backlog = backlog if since is None else max(len(self.results), backlog)
         follower = Follower(self, self.results.subscribe(policy, self._clock(), since, backlog))
         self._followers.add(follower)
         return follower

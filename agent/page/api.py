@@ -60,6 +60,10 @@ class PageApi:
 
     async def status(self, _: web.Request) -> web.Response:
         """The agent at one glance."""
+        return json(await self.current())
+
+    async def current(self) -> Status:
+        """The same, for whoever is in this process."""
         measured = await self._meter.read()
         gateway, entries, now = self._gateway, self._repository.entries, time.monotonic()
         counted = self._counted()
@@ -67,7 +71,7 @@ class PageApi:
         step = gateway.overload.step
         level = gateway.overload.level
         state, why = state_of(entries, gateway.draining, level, step.name)
-        status = Status(
+        return Status(
             name="tightfit-agent",
             version=self._version,
             epoch=self._epoch,
@@ -88,7 +92,6 @@ class PageApi:
             refusals=refused_for(counted, recent),
             last_refusals=[last_refusal(each) for each in gateway.refusals.newest()],
         )
-        return json(status)
 
     def _queue_of(self, entry: Entry) -> tuple[int, int]:
         return self._gateway.queue_of(entry.active) if entry.active else (0, 0)
