@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -46,6 +49,8 @@ class Shown:
     outputs: Sequence[OutputTensor]
     timing: Timing
     too_large: str = ""
+    sha256: str = ""
+    """Of what it was asked, where somebody wants to know."""
 
     @property
     def nbytes(self) -> int:
@@ -59,6 +64,8 @@ class ResultFeeds:
         self._epoch, self._patience_s = epoch, patience_s
         self.pictures = Pictures(epoch, send_s)
         self._feeds: dict[str, Feed[Shown]] = {}
+        self.digested: Counter[str] = Counter()
+        """How many want to know what the results of a model were asked."""
 
     def of(self, entry: Entry) -> Feed[Shown]:
         """Those of a model. Raises RefusedError where nobody may follow it."""
@@ -88,7 +95,8 @@ class ResultFeeds:
         if not served.entry.options.results_bytes:
             return
         feed = self.of(served.entry)
-        shown = Shown(id, served.name, served.version, outputs, timing_of(call))
+        sha256 = await _digest(call, picture) if self.digested[served.name] else ""
+        shown = Shown(id, served.name, served.version, outputs, timing_of(call), sha256=sha256)
         room = feed.results.limit_bytes - ENTRY_BYTES
         if shown.nbytes > room:
             shown = replace(shown, id=None, outputs=(), too_large=f"{shown.nbytes} bytes, and {room} are kept of all")
@@ -103,6 +111,22 @@ class ResultFeeds:
     def sizes(self) -> list[tuple[str, float]]:
         """Bytes that are kept, by model."""
         return [(name, feed.results.nbytes) for name, feed in list(self._feeds.items())]
+
+
+async def _digest(call: Call, picture: bytes | memoryview | None) -> str:
+    """SHA-256 of the encoded image, or of the inputs in the call's slot, one behind the other."""
+    served, slot = call.seat
+    parts = [picture] if picture is not None else [
+        served.slab.input(slot, index)[:nbytes].data for index, nbytes in enumerate(call.inputs)
+    ]  # fmt: skip
+
+    def work() -> str:
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(part)
+        return digest.hexdigest()
+
+    return await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, work))
 
 
 class Following(Generic[T]):

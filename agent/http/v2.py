@@ -28,6 +28,7 @@ from agent.http.codecs import (
 )
 from agent.http.echo import echoed
 from agent.http.ensembles import EnsembleApi
+from agent.http.following import ResultFeeds
 from agent.http.generate import GenerateApi
 from agent.http.guard import client_of, guard_of, much_is_unread, why_no_longer
 from agent.http.hints import priority_of, timeout_of
@@ -71,17 +72,22 @@ class V2:
         self._http, self._limits, self._logs = config.http, config.limits, config.log
         self._version = version
         self._log = log.get("http")
-        self._runs = Runs(gateway)
-        self._ensembles = EnsembleApi(gateway, repository, config, self._runs, self._send)
-        self._streams = StreamApi(gateway, repository, config, self._runs, self._body_bytes)
+self.runs = Runs(gateway)
+        self._ensembles = EnsembleApi(gateway, repository, config, self.runs, self._send)
+        self._streams = StreamApi(gateway, repository, config, self.runs, self.body_bytes)
         access.on_reload.append(lambda: self._streams.end_those(partial(why_no_longer, access)))
-        self._page = PageApi(gateway, repository, config, version)
+        self.page = PageApi(gateway, repository, config, version)
         self._sequences = Sequences(gateway, config.requests.sequence_idle_s)
-        self._texts = GenerateApi(gateway, config, self._runs, self._settled, self._receive)
+        self._texts = GenerateApi(gateway, config, self.runs, self._settled, self._receive)
         self.lane = Lane(
-            gateway, repository, access, config, self._body_bytes, {each.name for each in config.ensembles}
+            gateway, repository, access, config, self.body_bytes, {each.name for each in config.ensembles}
         )
         """Where connections begin."""
+
+    @property
+    def feeds(self) -> ResultFeeds:
+        """Results of models, for those who follow them."""
+        return self._streams.feeds
 
     def application(self) -> web.Application:
         """The routes."""
@@ -100,7 +106,7 @@ class V2:
         RepositoryApi(self._repository).add_to(app)
         StatisticsApi(self._repository, self._ensembles).add_to(app)
         SettingsApi(self._repository, self._ensembles, self._logs).add_to(app)
-        self._page.add_to(app)
+        self.page.add_to(app)
         self._streams.add_to(app)
         self._texts.add_to(app)
         app.on_response_prepare.append(_echo)
@@ -109,7 +115,7 @@ class V2:
 
     async def _cleanup(self, _: web.Application) -> None:
         self.lane.close()
-        self._runs.close()
+        self.runs.close()
 
     # --- what the server and the models are
 
@@ -160,7 +166,7 @@ class V2:
 
     async def metrics(self, request: web.Request) -> web.Response:
         form = form_of(request.headers.get("Accept", ""))
-        text, content_type = await self._runs.off_loop(self._gateway.telemetry.text, form)
+        text, content_type = await self.runs.off_loop(self._gateway.telemetry.text, form)
         return web.Response(body=text, headers={"Content-Type": content_type, "Vary": "Accept", **SERVER})
 
     # --- infer
@@ -204,12 +210,12 @@ class V2:
     async def _infer(self, call: Call, request: web.Request) -> web.StreamResponse:
         if ensemble := self._ensembles.find(request):
             return await self._ensembles.infer(call, request, ensemble)
-        body = await self._receive(call, request, self._body_bytes)
+        body = await self._receive(call, request, self.body_bytes)
         served, slot = call.seat
         header_length = request.headers.get(HEADER_LENGTH)
         encoding = request.headers.get("Content-Encoding", "")
         quick = is_quick(served.model.contract, len(body), encoding, header_length)
-        decoded, nbytes = await self._runs.in_turn(quick, self._decode, body, encoding, header_length, served, slot)
+        decoded, nbytes = await self.runs.in_turn(quick, self._decode, body, encoding, header_length, served, slot)
         del body  # from here on its tensors stand in the slot
         call.priority = decoded.priority or call.priority
         if decoded.timeout_s is not None:
@@ -220,17 +226,17 @@ class V2:
         if decoded.is_image:
             (picture,) = unpack_strings(memoryview(decoded.payloads[0]), 1)
             images = _images_of(served)
-            answer = await self._runs.image(call, images, picture)
-            tensors = await self._runs.off_loop(answered, images.contract, decoded, answer)
+            answer = await self.runs.image(call, images, picture)
+            tensors = await self.runs.off_loop(answered, images.contract, decoded, answer)
         else:
             contract = served.model.contract
             if decoded.payloads:
-                made = await self._runs.tensors(call, decoded.shapes, decoded.payloads, decoded.wanted)
+                made = await self.runs.tensors(call, decoded.shapes, decoded.payloads, decoded.wanted)
             else:
                 result = await self._gateway.infer(call, decoded.shapes, nbytes, decoded.wanted)
                 made = outputs_in(served, slot, result)
             quick = not any(wish.classes for wish in decoded.wishes) or sum(t.nbytes for _, t in made) < OFF_LOOP_BYTES
-            tensors = await self._runs.in_turn(quick, wished, contract, decoded, made, served.labels)
+            tensors = await self.runs.in_turn(quick, wished, contract, decoded, made, served.labels)
         await self._streams.feeds.publish(call, decoded.id, tensors, picture)
         return await self._send(request, served.name, served.version, decoded, tensors)
 
@@ -255,7 +261,7 @@ class V2:
         raw = all(w.binary for w in decoded.wishes) and choose_encoding(accept, True, size) is None
         if raw and size >= _STREAMED_BYTES:
             return await self._stream(request, *encode_parts(name, version, decoded.id, tensors))
-        return await self._runs.in_turn(size < OFF_LOOP_BYTES, encode, name, version, decoded, tensors, accept)
+        return await self.runs.in_turn(size < OFF_LOOP_BYTES, encode, name, version, decoded, tensors, accept)
 
     async def _image(self, call: Call, request: web.Request) -> web.StreamResponse:
         if ensemble := self._ensembles.find(request):
@@ -264,8 +270,8 @@ class V2:
         served, _ = call.seat
         images = _images_of(served)
         if encoding := request.headers.get("Content-Encoding"):
-            body = await self._runs.off_loop(decompress, body, encoding, self._image_bytes(served))
-        answer = await self._runs.image(call, images, body)
+            body = await self.runs.off_loop(decompress, body, encoding, self._image_bytes(served))
+        answer = await self.runs.image(call, images, body)
         await self._streams.feeds.publish(call, None, all_of(images.contract, answer), body)
         return json(
             {
@@ -301,7 +307,7 @@ class V2:
         in the request, and so do sequences that are too long for a slot."""
         images = served.images.contract if served.images else None
         contract = served.model.contract
-        body = decompress(body, encoding, self._body_bytes(served))
+        body = decompress(body, encoding, self.body_bytes(served))
         kept = contract.without_state if contract.states else None
         decoded = decode_infer(body, header_length, contract.whole, images, kept)
         if decoded.is_image or decoded.part or is_long(contract, decoded.shapes):
@@ -342,7 +348,7 @@ class V2:
             raise RefusedError(Reason.MODEL_NOT_READY, f"model {entry.name!r} is not loaded now")
         return entry.active
 
-    def _body_bytes(self, served: Served) -> int:
+    def body_bytes(self, served: Served) -> int:
         """The most that an infer request of the model can have, before and after decompression."""
         largest = largest_body(served.model.contract.whole)
         if served.images:

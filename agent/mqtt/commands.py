@@ -15,7 +15,7 @@ than so many; keys of commands that change something are remembered longer (`cha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
@@ -60,12 +60,11 @@ class Configure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What can be set until the next restart."""
 
     telemetry_s: Annotated[float, Meta(ge=1, le=86_400)] | None = None
-    results_per_s: Annotated[float, Meta(ge=0, le=1e6)] | None = None
-    log_level: str | None = None
+    device_s: Annotated[float, Meta(ge=1, le=86_400)] | None = None
 
 
 class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The next result of a model, with the digest of its input; the newest where none comes within `wait_s`."""
+    """The next result of a model, if one comes within `wait_s`, with the digest of its input."""
 
     model: _Name
     wait_s: Annotated[float, Meta(ge=0, le=60)] = 5.0
@@ -114,17 +113,18 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 class Address(NamedTuple):
-    """Where a command came in, and where the answer goes: (component, name) of kind `res`."""
+    """Where a command came in."""
 
     role: str
     verb: str
 
 
 class ReplyTo(NamedTuple):
-    """Where an answer goes, and what tells its reader which it is."""
+    """Where an answer goes, which is a topic of its own or that of role and verb, and what tells whose it is."""
 
-    component: str
-    name: str
+    role: str
+    verb: str
+    topic: str = ""
     correlation: bytes = b""
     traceparent: str = ""
 
@@ -178,18 +178,20 @@ class _Known:
 
 
 class Desk:
-    """Decides about what comes. `roles` are those that are served; `changed` are keys of commands that changed
-    something before this start."""
+    """Decides about what comes. `roles` are those that are served; `may_answer_at` says of a response topic whether it is
+    one of this device's; `changed` are keys of commands that changed something before this start."""
 
     def __init__(
         self,
         roles: Collection[Role],
+        may_answer_at: Callable[[str], bool],
         expiry_s: float,
         per_s: float,
         burst: int,
         most_bytes: int,
         changed: Iterable[str] = (),
     ) -> None:
+        self._may_answer_at = may_answer_at
         self._roles, self._expiry_s, self._most_bytes = frozenset(roles), expiry_s, most_bytes
         self._rates = Rates(per_s, burst, 0)
         self._known: OrderedDict[str, _Known] = OrderedDict()
@@ -206,25 +208,24 @@ class Desk:
         """Keys of commands that changed something, oldest first: to be remembered over restarts."""
         return list(self._changed)
 
-    def receive(self, message: Incoming, address: Address, reply_to: ReplyTo | None, now: float) -> Command | Reply | Ignored:
-        """What to do with it. `reply_to` is what its response topic stands for: None where that is not ours."""
-        decided = self._receive(message, address, reply_to, now)
+    def receive(self, message: Incoming, address: Address, now: float) -> Command | Reply | Ignored:
+        """What to do with it."""
+        decided = self._receive(message, address, now)
         if isinstance(decided, Ignored):
             self._counts["ignored"] += 1
         return decided
 
-    def _receive(
-        self, message: Incoming, address: Address, reply_to: ReplyTo | None, now: float
-    ) -> Command | Reply | Ignored:
+    def _receive(self, message: Incoming, address: Address, now: float) -> Command | Reply | Ignored:
         if message.retain:
             return Ignored("the broker had kept it: commands are not retained")
         body = self._body(message.payload)
         if isinstance(body, str):
             return Ignored(body)
-        if reply_to is None:
+        topic = message.properties.response_topic or body.response_topic
+        if topic and not self._may_answer_at(topic):
             return Ignored("its response topic is none of this device's: PREFIX/v1/DEVICE/COMPONENT/res/NAME")
         correlation = message.properties.correlation or body.correlation.encode()
-        reply_to = reply_to._replace(correlation=correlation[:256], traceparent=body.traceparent)
+        reply_to = ReplyTo(*address, topic, correlation[:256], body.traceparent)
         verb = VERBS.get(address.verb)
         key = body.id or correlation.hex()[:_KEY_MOST]
         if verb is None:

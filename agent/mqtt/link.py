@@ -170,6 +170,12 @@ class Link(Generic[E]):
             self._woken = True
             asyncio.get_running_loop().call_soon(self._pump)
 
+    def say(self, messages: Sequence[Outgoing]) -> None:
+        """Send these ahead of all that waits, where there is a connection: the next one begins with the greeting."""
+        if self._figures.is_connected and not self._stopping:
+            self._push_first(messages)
+            self._pump()
+
     def reload(self) -> list[str]:
         """Files have changed: connect with them anew, where they can be used; else a line that says why not, and all
         stays as it was."""
