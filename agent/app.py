@@ -33,6 +33,7 @@ from agent.telemetry import Telemetry
 from targets.bundle import Residency
 
 if TYPE_CHECKING:
+    from agent.fleet.fleet import Fleet
     from agent.tracing import Tracer
 
 # After the drain every answer is written; this is for the last of them to leave the socket.
@@ -151,6 +152,21 @@ async def _serve(
         await repository.close()
 
 
+def _fleet(config: Config, access: Access, gateway: Gateway, repository: Repository, api: V2) -> Fleet | None:
+    """What publishes, if anything is to be. Raises AgentError where its library is not there."""
+    if not config.mqtt.is_on:
+        return None
+    try:
+        fleet = importlib.import_module("agent.fleet.fleet")
+    except ModuleNotFoundError as error:
+        raise AgentError(
+            f"[mqtt] names a broker, but {error.name} is not installed",
+            "pip install 'tightfit[agent]', or leave brokers out",
+        ) from None
+    made: Fleet = fleet.Fleet(config, gateway, repository, api, access, version())
+    return made
+
+
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
     """Do `work`; False when `stop` came first."""
     stopped: asyncio.Task[Any] = asyncio.ensure_future(stop.wait())
@@ -180,10 +196,13 @@ async def _listen(
     telemetry.watch_one_count(
         "tightfit_handshakes_failed", "Connections that TLS came to nothing on.", lambda: access.handshakes_failed
     )
+    fleet = _fleet(config, access, gateway, repository, api)
     try:
         with listening(config.http, access.speaks_tls, config.limits) as listeners:
             servers = [await listen(runner, api.lane, config, access, listener) for listener in listeners]
             addresses = [url_of(listener) for listener in listeners]
+            if fleet is not None:
+                await fleet.begin()
             logger = log.get("gateway")
             names = ",".join(entry.name for entry in repository.entries)
             logger.info("serving", models=names, addresses=",".join(addresses))
@@ -201,6 +220,9 @@ async def _listen(
                 server.close()
             await gateway.drain()
     finally:
+        if fleet is not None:
+            # Behind the last answers, so that what they were is told.
+            await fleet.close()
         await runner.cleanup()
     if lost:
         logger.error("every engine died too often to be started again; the agent ends")

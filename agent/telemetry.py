@@ -184,6 +184,10 @@ class Telemetry:
         """Show `read()`, which only grows, as a counter of the agent as a whole."""
         self._registry.register(_One(name, text, read))
 
+    def watch_series(self, name: str, text: str, labels: Sequence[str], read: Parts, *, count: bool = False) -> None:
+        """Show what `read` gives, of the agent as a whole, as a gauge with these labels, or as a counter."""
+        self._registry.register(_Series(name, text, labels, read, CounterMetricFamily if count else GaugeMetricFamily))
+
     def degraded(self, cause: str, up: bool) -> None:
         """The level of degradation has changed."""
         self._degradations.labels(cause, "up" if up else "down").inc()
@@ -316,6 +320,24 @@ class _Watched(Collector):
             sums[labels] = sums.get(labels, 0.0) + value
         family = self._family(self._name, self._text, labels=["model", *self._labels])
         for labels, value in sums.items():
+            family.add_metric(labels, value)
+        yield family
+
+
+class _Series(Collector):
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        read: Parts,
+        family: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    ) -> None:
+        self._name, self._text, self._labels, self._read, self._family = name, text, labels, read, family
+
+    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
+        family = self._family(self._name, self._text, labels=self._labels)
+        for labels, value in self._read():
             family.add_metric(labels, value)
         yield family
 

@@ -33,7 +33,7 @@ class Storage(NamedTuple):
 def read_storage(folder: Path, root: Path = ROOT) -> Storage:
     """Of the file system that holds the folder. Raises OSError where the folder cannot be asked."""
     room = os.statvfs(folder)
-    number = os.stat(folder).st_dev
+    number = folder.stat().st_dev
     free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
     device = _device(root, os.major(number), os.minor(number))
     if device is None:
@@ -43,7 +43,7 @@ def read_storage(folder: Path, root: Path = ROOT) -> Storage:
 
 
 def _device(root: Path, major: int, minor: int) -> Path | None:
-    """The whole device in sysfs, where the number is that of a partition; None of what is no device (overlay, tmpfs)."""
+    """The whole device in sysfs, also of a partition; None of what is none (overlay, tmpfs)."""
     found = root / f"sys/dev/block/{major}:{minor}"
     if not found.exists():
         return None

@@ -113,7 +113,9 @@ def _frequency(folder: Path) -> Frequency | None:
     )
     if now is None or most is None:
         return None
-    return Frequency(_text(folder / "affected_cpus"), now / 1000, (most if limit is None else limit) / 1000, most / 1000)
+    return Frequency(
+        _text(folder / "affected_cpus"), now / 1000, (most if limit is None else limit) / 1000, most / 1000
+    )
 
 
 def _number(path: Path) -> int:

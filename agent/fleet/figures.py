@@ -1,27 +1,32 @@
-"""Figures as bodies of messages: out of what the status page shows, and what the board says. Pure."""
+"""Figures as bodies of messages: out of what the status page shows, and what the board says (docs/mqtt.md). Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from agent.device.storage import Storage
 from agent.device.thermal import Thermal
+from agent.journal import Happening
 from agent.mqtt.link import Figures as LinkFigures
-from agent.mqtt.moment import Moment
+from agent.mqtt.moment import Moment, Quality
 from agent.mqtt.spool.spool import Figures as SpoolFigures
-from agent.page.status import Memory, ModelStatus, Status
+from agent.page.status import Latency, Memory, ModelStatus, Status
 
 Body = dict[str, object]
-_MIB = 1 << 20
+AGENT, DEVICE = "agent", "device"
+# Of fewer requests one that came too late would be more than 5 %.
+_FEW = 20
+_MOST_ZONES = 64
 
 
 class Figures(NamedTuple):
-    """Bodies of one group: the component and the name that they are published under, and their schema."""
+    """Bodies of one group: the component and the name that they are published under, which is that of the schema."""
 
     component: str
     name: str
-    schema: str
     body: Body
 
 
@@ -32,139 +37,91 @@ def component_of(model: str) -> str:
 
 def of_agent(status: Status) -> list[Figures]:
     """The agent's own, and one group for each model."""
-    found = [Figures("agent", "memory", "memory/1", memory(status.memory))]
-    found.append(Figures("agent", "requests", "requests/1", requests(status)))
+    misses: Body = {"deadline_misses": status.misses, "window_s": round(status.window_s, 1)}
+    found = [
+        Figures(AGENT, "memory", memory(status.memory)),
+        Figures(AGENT, "latency", {"model": "*", "total": total(status.latency), **misses}),
+    ]
     # Where a name has several versions the first goes by it.
     models = {each.name: each for each in reversed(status.models)}
-    return found + [Figures(component_of(name), "model", "model/1", model(each)) for name, each in models.items()]
+    return found + [Figures(component_of(name), "latency", model(each, status)) for name, each in models.items()]
 
 
 def memory(of: Memory) -> Body:
-    """Bytes by kind, planned and used, and what there is."""
+    """Bytes by kind, measured and planned, and what there is for the agent."""
+    used, planned = _sums((each.kind, each.nbytes) for each in of.used), plan_of(of)
+    body: Body = {f"{kind}_bytes": used.get(kind, 0) for kind in ("anonymous", "file", "shared")}
+    body |= {f"plan_{kind}_bytes": planned.get(kind, 0) for kind in ("anonymous", "file", "shared")}
     return {
+        **body,
+        "limit_bytes": of.budget_bytes,
         "total_bytes": of.total_bytes,
-        "budget_bytes": of.budget_bytes,
-        "planned": _by_kind((each.kind, each.nbytes) for each in of.planned),
-        "used": _by_kind((each.kind, each.nbytes) for each in of.used),
-        "used_by": _by_kind((each.model or "gateway", each.nbytes) for each in of.used),
         "slots_used_bytes": of.slots_used_bytes,
+        "processes": _sums((each.model or "gateway", each.nbytes) for each in of.used),
         "age_s": round(of.age_s, 3),
     }
 
 
+def plan_of(of: Memory) -> dict[str, int]:
+    """What all plans together count, by kind."""
+    return _sums((_KIND.get(each.kind, each.kind), each.nbytes) for each in of.planned)
+
+
+_KIND = {"file-backed": "file"}
+
+
 def used_share(of: Memory) -> float:
-    """What is used of the budget that is no page of a file, which the kernel can drop: in per cent."""
+    """What is used of the budget and is no page of a file, which the kernel can drop: in per cent."""
     held = sum(each.nbytes for each in of.used if each.kind != "file")
     return 100 * held / of.budget_bytes if of.budget_bytes else 0.0
 
 
-def requests(status: Status) -> Body:
-    """Since the start, and of the window."""
-    recent = sum(status.latency.counts)
-    return {
-        "state": status.state,
-        "why": status.why,
-        "uptime_s": round(status.uptime_s, 3),
-        "answered": status.answered,
-        "refused": {each.reason: each.count for each in status.refusals},
-        "degradation": {"level": status.degradation.level, "step": status.degradation.step},
-        "window": {
-            "seconds": round(status.window_s, 3),
-            "answered": recent,
-            "misses": status.misses,
-            **_latency(status.latency.p50_s, status.latency.p99_s),
-        },
-    }
-
-
 def miss_share(status: Status) -> float | None:
     """Deadlines missed of all requests of the window, in per cent; None of so few that it says nothing."""
-    total = sum(status.latency.counts) + sum(max(each.recent, 0) for each in status.refusals)
-    return 100 * status.misses / total if total >= 20 else None  # noqa: PLR2004 - one of fewer is more than 5 %
+    asked = sum(status.latency.counts) + sum(max(each.recent, 0) for each in status.refusals)
+    return 100 * status.misses / asked if asked >= _FEW else None
 
 
-def model(of: ModelStatus) -> Body:
+def total(of: Latency) -> Body:
+    """From head to end, of answered requests of the window."""
+    found = {"p50_ms": of.p50_s, "p99_ms": of.p99_s}
+    return {"count": sum(of.counts), **{name: round(each * 1e3, 3) for name, each in found.items() if each is not None}}
+
+
+def model(of: ModelStatus, status: Status) -> Body:
     """One model."""
-    body: Body = {
+    return {
         "model": of.name,
         "version": of.version,
         "state": of.state,
-        "queue": {
-            "door": of.requests.door,
-            "ready": of.requests.ready,
-            "running": of.requests.running,
-            "slots_used": of.requests.slots_used,
-            "slots": of.requests.slots,
+        **({"reason": of.reason[:500]} if of.reason else {}),
+        "total": total(of.latency),
+        "window_s": round(status.window_s, 1),
+        "waiting": of.requests.door + of.requests.ready,
+        "running": of.requests.running,
+        "slots_used": of.requests.slots_used,
+        "slots": of.requests.slots,
+        "engine_restarts": of.engine.restarts if of.engine else 0,
+    }
+
+
+def queue(status: Status, spool: SpoolFigures, link: LinkFigures, commands: Mapping[str, int]) -> Figures:
+    """What waits in the agent and in the log, and what became of all: produced = delivered + dropped + queued."""
+    body: Body = {
+        "state": status.state,
+        "waiting": sum(each.requests.door + each.requests.ready for each in status.models),
+        "running": sum(each.requests.running for each in status.models),
+        "answered": status.answered,
+        "refused": {each.reason: each.count for each in status.refusals},
+        "degradation": status.degradation.level,
+        "uptime_s": round(status.uptime_s, 1),
+        "spool": {
+            kind: {
+                "produced": counts.produced, "delivered": counts.delivered, "queued": counts.queued,
+                "dropped": dict(counts.dropped), "bytes": spool.bytes_by_kind[kind],
+            }
+            for kind, counts in spool.by_kind.items()
         },
-        "latency": _latency(of.latency.p50_s, of.latency.p99_s),
-        "restarts": of.engine.restarts if of.engine else 0,
-    }
-    return {**body, "reason": of.reason} if of.reason else body
-
-
-def of_board(thermal: Thermal, storage: Storage | None, now: Moment, expires_s: float) -> list[Figures]:
-    """The board's. `expires_s` is when the certificate of HTTP does, in seconds since 1970; 0 without."""
-    found = [Figures("device", "clock", "clock/1", {"quality": now.quality.value, "uptime_s": now.mono_ns // 10**9})]
-    if thermal.zones or thermal.frequencies:
-        found.append(Figures("device", "temperature", "temperature/1", temperature(thermal)))
-    if storage is not None:
-        found.append(Figures("device", "storage", "storage/1", of_storage(storage)))
-    if expires_s:
-        days = days_left(expires_s, now)
-        # Without a clock nobody knows how many days are left.
-        body: Body = {"expires_s": expires_s, **({"days_left": round(days, 2)} if days is not None else {})}
-        found.append(Figures("agent", "certificate", "certificate/1", body))
-    return found
-
-
-def days_left(expires_s: float, now: Moment) -> float | None:
-    """Of a certificate; None where there is none, or where the clock was never set."""
-    if not expires_s or now.quality.value == "unsynced":
-        return None
-    return (expires_s - now.utc_ns / 1e9) / 86_400
-
-
-def temperature(thermal: Thermal) -> Body:
-    """Of all zones, and whether the board is slowed down."""
-    body: Body = {
-        "zones": [
-            {"name": zone.name, "celsius": round(zone.celsius, 1), **_known(passive_c=zone.passive_c, critical_c=zone.critical_c)}
-            for zone in thermal.zones
-        ],
-        "throttled": thermal.throttled,
-        "cooling": [{"name": each.name, "state": each.state, "most": each.most} for each in thermal.cooling if each.state],
-        "cores": [
-            {"cores": each.cores, "mhz": each.mhz, "limit_mhz": each.limit_mhz, "most_mhz": each.most_mhz}
-            for each in thermal.frequencies
-        ],
-    }  # fmt: skip
-    return {**body, **_known(hottest_c=thermal.hottest_c, margin_c=thermal.margin_c)}
-
-
-def of_storage(storage: Storage) -> Body:
-    """Of the storage that the spool is on."""
-    body: Body = {"free_bytes": storage.free_bytes, "total_bytes": storage.total_bytes}
-    body |= _known(
-        device=storage.device or None, written_bytes=storage.written_bytes, used_life_percent=storage.used_life,
-        end_of_life=storage.end_of_life or None,
-    )  # fmt: skip
-    return body
-
-
-def of_mqtt(spool: SpoolFigures, link: LinkFigures, commands: Mapping[str, int]) -> Figures:
-    """What became of all messages: produced = delivered + dropped + queued, of each class."""
-    classes = {
-        kind: {
-            "produced": counts.produced,
-            "delivered": counts.delivered,
-            "dropped": dict(counts.dropped),
-            "queued": counts.queued,
-            "bytes": spool.bytes_by_kind[kind],
-        }
-        for kind, counts in spool.by_kind.items()
-    }
-    body: Body = {
-        "classes": classes,
         "storage": {
             "appended_bytes": spool.wear.bytes_appended,
             "written_bytes": spool.wear.bytes_written,
@@ -173,50 +130,133 @@ def of_mqtt(spool: SpoolFigures, link: LinkFigures, commands: Mapping[str, int])
             "errors": spool.errors,
         },
         "link": {
-            "protocol": link.protocol,
-            "connections": link.connections,
-            "failures": link.failures,
-            "resent": link.resent,
-            "rejected": dict(link.rejected),
-            "stuck": link.stuck,
-            "last_error": link.last_error[:200],
+            "protocol": link.protocol, "connections": link.connections, "failures": link.failures,
+            "resent": link.resent, "rejected": dict(link.rejected), "stuck": link.stuck,
         },
         "commands": dict(commands),
+    }  # fmt: skip
+    return Figures(AGENT, "queue", body)
+
+
+def board(thermal: Thermal, storage: Storage | None, now: Moment, expires_s: float) -> Figures:
+    """The board. `expires_s` is when the certificate of HTTP does, in seconds since 1970; 0 without."""
+    names: dict[str, int] = {}
+    zones: dict[str, float] = {}
+    for zone in thermal.zones[:_MOST_ZONES]:
+        names[zone.name] = count = names.get(zone.name, 0) + 1
+        zones[zone.name if count == 1 else f"{zone.name}-{count}"] = round(zone.celsius, 1)
+    body: Body = {
+        "temperatures_c": zones,
+        "throttled": thermal.throttled,
+        "throttling": throttling(thermal),
+        "clock_quality": now.quality.value,
+        "uptime_s": now.mono_ns // 10**9,
+        "cores_mhz": {each.cores: round(each.mhz) for each in thermal.frequencies},
+        **_known(hottest_c=thermal.hottest_c, margin_c=thermal.margin_c),
     }
-    return Figures("agent", "mqtt", "mqtt/1", body)
+    days = days_left(expires_s, now)
+    body |= _known(certificate_days_left=None if days is None else round(days, 2))
+    if storage is not None:
+        body |= {"storage_free_bytes": storage.free_bytes, "storage_total_bytes": storage.total_bytes}
+        body |= _known(
+            storage_device=storage.device or None,
+            storage_written_bytes=storage.written_bytes,
+            storage_wear=None if storage.used_life is None else storage.used_life / 100,
+            storage_end_of_life=storage.end_of_life or None,
+        )
+    return Figures(DEVICE, "device", body)
 
 
-def _by_kind(found: Iterable[tuple[str, int]]) -> dict[str, int]:
+def throttling(thermal: Thermal) -> list[str]:
+    """What takes speed away now."""
+    by = [f"{each.name} at {each.state} of {each.most}" for each in thermal.cooling if each.slows]
+    return by + [
+        f"cores {each.cores} at most {each.limit_mhz:g} of {each.most_mhz:g} MHz"
+        for each in thermal.frequencies
+        if each.limit_mhz < each.most_mhz
+    ]
+
+
+def days_left(expires_s: float, now: Moment) -> float | None:
+    """Of a certificate; None where there is none, or where the clock was never set."""
+    if not expires_s or now.quality is Quality.UNSYNCED:
+        return None
+    return (expires_s - now.utc_ns / 1e9) / 86_400
+
+
+def event(number: int, happening: Happening) -> tuple[str, Body]:
+    """(its name, the body) of something that happened."""
+    fields = msgspec.to_builtins(happening)
+    name = fields.pop("type")
+    body: Body = {"event": name, "number": number}
+    body |= {key: fields.pop(key) for key in ("model", "version") if key in fields}
+    details = {key: value for key, value in fields.items() if key not in ("seq", "at") and value is not None}
+    return name, {**body, "details": details} if details else body
+
+
+def models(of: Sequence[ModelStatus]) -> list[Body]:
+    """For a birth."""
+    return [
+        {
+            "name": each.name, "version": each.version, "state": each.state, "scheme": each.scheme,
+            "runtime": each.runtime,
+        }
+        for each in of
+    ]  # fmt: skip
+
+
+# What the figures are, for who reads them for the first time: title, and unit and meaning of each.
+META: dict[tuple[str, str], tuple[str, dict[str, tuple[str, str]]]] = {
+    (AGENT, "memory"): (
+        "Memory of the agent and its engines, beside what their plans count",
+        {
+            "anonymous_bytes": ("B", "measured, private to the processes"),
+            "file_bytes": ("B", "measured, pages of files"),
+            "shared_bytes": ("B", "measured, shared between gateway and engines"),
+            "plan_anonymous_bytes": ("B", "planned"),
+            "plan_file_bytes": ("B", "planned"),
+            "plan_shared_bytes": ("B", "planned"),
+            "limit_bytes": ("B", "what this machine has for the agent"),
+        },
+    ),
+    (AGENT, "latency"): (
+        "All models together, of the last minutes",
+        {"total": ("ms", "from head to end"), "deadline_misses": ("1", "requests that were too late")},
+    ),
+    (AGENT, "queue"): (
+        "What waits in the agent and in the log of messages",
+        {"waiting": ("1", "requests"), "running": ("1", "requests"), "spool": ("1", "messages by class")},
+    ),
+    (DEVICE, "device"): (
+        "The board",
+        {
+            "temperatures_c": ("Cel", "by sensor"),
+            "throttled": ("1", "whether speed is taken away now"),
+            "storage_wear": ("1", "part of its life that the storage has used"),
+            "storage_written_bytes": ("B", "since the boot"),
+            "certificate_days_left": ("d", "of the certificate that HTTP is served with"),
+        },
+    ),
+}
+
+
+def meta(key: tuple[str, str], period_s: float) -> Body:
+    """The body of `meta/1` of one of `META`."""
+    title, fields = META[key]
+    return {
+        "title": title,
+        "schema": f"{key[1]}/1",
+        "period_s": period_s,
+        "fields": {name: {"unit": unit, "text": text} for name, (unit, text) in fields.items()},
+    }
+
+
+def _sums(found: Iterable[tuple[str, int]]) -> dict[str, int]:
     sums: dict[str, int] = {}
-    for kind, nbytes in found:
-        sums[kind] = sums.get(kind, 0) + nbytes
+    for name, nbytes in found:
+        sums[name] = sums.get(name, 0) + nbytes
     return sums
-
-
-def _latency(p50_s: float | None, p99_s: float | None) -> Body:
-    return {name: round(value, 6) for name, value in (("p50_s", p50_s), ("p99_s", p99_s)) if value is not None}
 
 
 def _known(**values: object) -> Body:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def dropped(spool: SpoolFigures) -> int:
-    """Messages that are lost, by no fault of theirs."""
-    return sum(sum(counts.dropped.values()) for counts in spool.by_kind.values())
-
-
-def planned_by_kind(memory_: Memory) -> Mapping[str, int]:
-    """For a birth."""
-    return _by_kind((each.kind, each.nbytes) for each in memory_.planned)
-
-
-def models_of(models: Sequence[ModelStatus]) -> list[Body]:
-    """For a birth."""
-    return [
-        {
-            "name": each.name, "version": each.version, "state": each.state, "board": each.board,
-            "scheme": each.scheme, "runtime": each.runtime,
-        }
-        for each in models
-    ]  # fmt: skip

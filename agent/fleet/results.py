@@ -21,7 +21,11 @@ def told(
     figure: float | None = None,
 ) -> dict[str, object]:  # fmt: skip
     """The body of `result/1`."""
-    timing = {"queue_us": shown.timing.queue_us, "compute_us": shown.timing.compute_us, "total_us": shown.timing.total_us}
+    timing = {
+        "queue_us": shown.timing.queue_us,
+        "compute_us": shown.timing.compute_us,
+        "total_us": shown.timing.total_us,
+    }
     origin = Origin(shown.name, shown.version, epoch, number, shown.id, timing)
     body = body_of(origin, tensors, withheld, inline_bytes, figure)
     return {**body, "too_large": shown.too_large} if shown.too_large else body

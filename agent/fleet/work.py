@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from agent.calls import Call
 from agent.errors import Reason, RefusedError
@@ -146,9 +148,7 @@ class Work:
             call.priority = decoded.priority or call.priority
             outputs = await self._outputs(call, served, decoded)
             await self._api.feeds.publish(call, decoded.id, outputs)
-            answer, _ = await self._api.runs.off_loop(
-                encode_infer, served.name, served.version, decoded.id, outputs
-            )
+            answer, _ = await self._api.runs.off_loop(encode_infer, served.name, served.version, decoded.id, outputs)
             if len(answer) > self._answer_bytes:
                 raise RefusedError(
                     Reason.TOO_LARGE, f"the answer has {len(answer)} bytes, and {self._answer_bytes} may be sent",
@@ -194,9 +194,7 @@ def _decoded(body: bytes, served: Served) -> InferRequest:
     decoded = decode_infer(body, None, served.model.contract.whole, images)
     if decoded.part is not None:
         raise RefusedError(Reason.BAD_REQUEST, "a sequence whose state is kept is asked over HTTP")
-    return msgspec.structs.replace(
-        decoded, wishes=tuple(msgspec.structs.replace(each, binary=False) for each in decoded.wishes)
-    )
+    return structs.replace(decoded, wishes=tuple(replace(each, binary=False) for each in decoded.wishes))
 
 
 def reason_of(error: TightfitError) -> Reason:

@@ -79,9 +79,7 @@ self.runs = Runs(gateway)
         self.page = PageApi(gateway, repository, config, version)
         self._sequences = Sequences(gateway, config.requests.sequence_idle_s)
         self._texts = GenerateApi(gateway, config, self.runs, self._settled, self._receive)
-        self.lane = Lane(
-            gateway, repository, access, config, self.body_bytes, {each.name for each in config.ensembles}
-        )
+        self.lane = Lane(gateway, repository, access, config, self.body_bytes, {each.name for each in config.ensembles})
         """Where connections begin."""
 
     @property

@@ -61,6 +61,10 @@ class Alarms:
         """Those that are raised."""
         return sorted(name for name, state in self._states.items() if state.raised)
 
+    def knows(self, name: str) -> bool:
+        """Whether there is a limit of that name."""
+        return name in self._limits
+
     def judge(self, name: str, value: float | None, now: float) -> Alarm | None:
         """What a reading changes, if anything. None as a reading says nothing: the alarm stays as it is."""
         limit = self._limits[name]

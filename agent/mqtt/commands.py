@@ -178,8 +178,8 @@ class _Known:
 
 
 class Desk:
-    """Decides about what comes. `roles` are those that are served; `may_answer_at` says of a response topic whether it is
-    one of this device's; `changed` are keys of commands that changed something before this start."""
+    """Decides about what comes. `roles` are those that are served; `may_answer_at` says of a response topic whether it
+    is one of this device's; `changed` are keys of commands that changed something before this start."""
 
     def __init__(
         self,
@@ -216,14 +216,16 @@ class Desk:
         return decided
 
     def _receive(self, message: Incoming, address: Address, now: float) -> Command | Reply | Ignored:
-        if message.retain:
-            return Ignored("the broker had kept it: commands are not retained")
-        body = self._body(message.payload)
+        body = "the broker had kept it: commands are not retained" if message.retain else self._body(message.payload)
         if isinstance(body, str):
             return Ignored(body)
         topic = message.properties.response_topic or body.response_topic
         if topic and not self._may_answer_at(topic):
             return Ignored("its response topic is none of this device's: PREFIX/v1/DEVICE/COMPONENT/res/NAME")
+        return self._judge(message, body, address, topic, now)
+
+    def _judge(self, message: Incoming, body: _Body, address: Address, topic: str, now: float) -> Command | Reply:
+        """Of a command, whether it may be done."""
         correlation = message.properties.correlation or body.correlation.encode()
         reply_to = ReplyTo(*address, topic, correlation[:256], body.traceparent)
         verb = VERBS.get(address.verb)
@@ -253,7 +255,7 @@ class Desk:
         if now >= deadline:
             return self.expired(command)
         if wait_s := self._rates.wait_s(command.verb, now):
-            return self._refuse(*refuse, Reason.RATE_LIMITED, f"more {command.verb} than may be", f"again in {wait_s} s")
+            return self._refuse(*refuse, Reason.RATE_LIMITED, f"{command.verb} comes too often", f"again in {wait_s} s")
         try:
             arguments = msgspec.json.decode(body.args, type=verb.arguments)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -339,9 +341,7 @@ class Desk:
                 del self._known[key]
                 self._nbytes -= known.nbytes
 
-    def _refuse(
-        self, reply_to: ReplyTo, key: str, verb: str, reason: Reason, message: str, hint: str = ""
-    ) -> Reply:
+    def _refuse(self, reply_to: ReplyTo, key: str, verb: str, reason: Reason, message: str, hint: str = "") -> Reply:
         self._counts["refused"] += 1
         return Reply(reply_to, {"id": key, "verb": verb[:64], "state": "refused", **_why(reason, message, hint)})
 

@@ -1,7 +1,7 @@
 """Messages on their way out: into the log, and from the log through the link to a broker. On the event loop.
 
-publisher = await Publisher.open(settings, clock, gossip)
-publisher.publish(Message(...))         # in the log; durable within a tenth of a second, delivered when there is a broker
+publisher = await Publisher.open(settings, clock, state)
+publisher.publish(Message(...))     # in the log: durable within a tenth of a second, delivered when there is a broker
 
 The state of the device is no message of the log: it is said first on every connection (birth), left with the broker as
 the last will, and said once more at the end. All three are retained on one topic and name the same session, so that a
@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -36,12 +35,14 @@ from agent.mqtt.spool.spool import Figures as SpoolFigures
 from agent.mqtt.spool.spool import Gaps, Spool
 
 AGENT = "agent"
-STATUS, STATUS_SCHEMA = "status", "status/1"
+BIRTH_SCHEMA = "birth/1"
 GAP, GAP_SCHEMA = "gap", "gap/1"
 _LOG, _BOOTS = "log", "boots.json"
 
 State = Callable[[], Mapping[str, object]]
 """What there is to say of the device beside its status."""
+Meta = Callable[[], Sequence[Message]]
+"""What the streams are: retained, and said on every connection behind the birth."""
 
 
 class Publisher:
@@ -62,15 +63,15 @@ class Publisher:
         boots, spool = await asyncio.to_thread(_opened, settings, clock, session)
         return cls(settings, clock, session, Keeper(spool, boottime), boots, state)
 
-    def start(self, listener: Listener) -> None:
+    def start(self, listener: Listener, meta: Meta = lambda: ()) -> None:
         """Begin to store and to send. Raises ConfigError where the files that [mqtt] names cannot be used."""
         self._link = Link(
             self._settings,
             self._keeper,
             self._encode,
             listener,
-            will=self._status("offline", "lost"),
-            greeting=lambda protocol: [self._status("online", protocol=protocol)],
+            will=self._offline("lost", clean=False),
+            greeting=lambda protocol: [self._online(protocol), *(self._state_of(each, protocol) for each in meta())],
             filters=self._settings.command_filters,
         )
         self._keeper.arrived = self._link.wake
@@ -80,7 +81,7 @@ class Publisher:
     async def stop(self) -> None:
         """Say that this was on purpose, and make durable what could not be sent."""
         if self._link is not None:
-            await self._link.stop(self._status("offline", "stopped", self._link.state.protocol or 5))
+            await self._link.stop(self._offline("stopped", clean=True))
         await self._keeper.stop()
 
     def publish(self, message: Message) -> bool:
@@ -92,7 +93,7 @@ class Publisher:
     def say_state(self) -> None:
         """The state of the device is another: say it again, if there is anybody to hear it."""
         if self._link is not None and self._link.state.is_connected:
-            self._link.say([self._status("online", protocol=self._link.state.protocol)])
+            self._link.say([self._online(self._link.state.protocol)])
 
     def now(self) -> Moment:
         """What a message that is made now has."""
@@ -117,13 +118,21 @@ class Publisher:
         except OSError as error:
             self._log.warning("when this boot was is not noted", error=str(error))
 
-    def _status(self, status: str, why: str = "", protocol: int = 5) -> Outgoing:
-        body: dict[str, object] = {"status": status, "session": self.session}
-        if why:
-            body["why"] = why
-        else:
-            body.update(self._state())
-        message = Message(AGENT, Kind.STATE, STATUS, body, self._clock.now(), STATUS_SCHEMA, retain=True)
+    def _online(self, protocol: int) -> Outgoing:
+        return self._birth({"status": "online", **self._state()}, protocol)
+
+    def _offline(self, reason: str, *, clean: bool) -> Outgoing:
+        # Of a will nobody knows by which protocol it will be left; it says all that it has to in its body.
+        protocol = (self._link.state.protocol if self._link else 0) or (4 if self._settings.protocol == "3.1.1" else 5)
+        return self._birth({"status": "offline", "clean": clean, "reason": reason}, protocol)
+
+    def _birth(self, body: Mapping[str, object], protocol: int) -> Outgoing:
+        body = {**body, "session": self.session}
+        return self._state_of(
+            Message(AGENT, Kind.STATE, AGENT, body, self._clock.now(), BIRTH_SCHEMA, retain=True), protocol
+        )
+
+    def _state_of(self, message: Message, protocol: int) -> Outgoing:
         return self._outgoing(message, self.session, None, False, protocol)
 
     def _encode(self, entry: Entry, hist: bool, protocol: int) -> Outgoing:
@@ -162,7 +171,7 @@ def _opened(settings: Mqtt, clock: Clock, session: str) -> tuple[Boots, Spool]:
 
 def _gap(gap: Gap, now: Moment) -> Message:
     body: dict[str, object] = {
-        "class": gap.kind,
+        "kind": gap.kind,
         "stream": gap.stream,
         "session": gap.session,
         "first": gap.first,
@@ -171,8 +180,3 @@ def _gap(gap: Gap, now: Moment) -> Message:
         "reason": gap.reason,
     }
     return Message(AGENT, Kind.EVENT, GAP, body, now, GAP_SCHEMA)
-
-
-def folder_of(settings: Mqtt) -> Path:
-    """Where other small files are that outlive the agent."""
-    return settings.spool_folder

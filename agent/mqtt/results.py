@@ -1,4 +1,4 @@
-"""A result as the body of a message: small tensors in it, large ones by reference; and the number a rule is about. Pure."""
+"""A result as the body of a message: small tensors in it, large ones by reference; and what rules look at. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from agent.mqtt.rules import Figure, ResultOptions, Withheld
 from agent.strings import unpack_strings
 from targets.tensor import DType, TensorSpec
 
-SCHEMA = "result/1"
-_NUMPY = {each: np.dtype(each.numpy) for each in DType if each.numpy and each is not DType.STRING}
+_NUMPY = {each.value: np.dtype(each.numpy) for each in DType if each.numpy and each is not DType.STRING}
 
 
 class Tensor(NamedTuple):
@@ -77,7 +76,7 @@ _FIGURES: dict[Figure, Any] = {
 def body_of(
     origin: Origin, tensors: Sequence[Tensor], withheld: Withheld, inline_bytes: int, figure: float | None = None
 ) -> dict[str, object]:
-    """The body of `result/1`. The smallest tensors are in it, as long as all of them are no more than `inline_bytes`."""
+    """The body of `result/1`. The smallest tensors are in it, as long as they are no more than `inline_bytes`."""
     left, inside = inline_bytes, set()
     for index in sorted(range(len(tensors)), key=lambda each: tensors[each].data.nbytes):
         left -= tensors[index].data.nbytes
@@ -122,13 +121,13 @@ def _output(origin: Origin, tensor: Tensor, inline: bool) -> dict[str, object]:
 
 
 def _values(tensor: Tensor) -> NDArray[Any] | None:
-    dtype = _NUMPY.get(tensor.spec.dtype)
+    dtype = _NUMPY.get(tensor.spec.dtype.value)
     return None if dtype is None else tensor.data.view(dtype)
 
 
 def _texts(tensor: Tensor) -> list[str] | None:
     try:
         count = int(np.prod(tensor.shape, dtype=np.int64))
-        return [bytes(each).decode("utf-8") for each in unpack_strings(memoryview(tensor.data), count)]
+        return [bytes(each).decode("utf-8") for each in unpack_strings(tensor.data.data, count)]
     except UnicodeDecodeError:
         return None

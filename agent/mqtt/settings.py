@@ -86,8 +86,8 @@ class Mqtt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `most_wait_s`, and begins anew after a connection held for `stable_s`; what only a person can mend is tried again
     after `slow_first_wait_s` to `slow_most_wait_s`. A command may have `command_kib`.
 
-    Payloads are `encoding`. Telemetry of the agent is published every `telemetry_s`, of the board every `device_s`, each
-    for `telemetry_expiry_s`; `results` are those of models. What the broker did not acknowledge waits in the folder
+    Payloads are `encoding`. Telemetry of the agent is published every `telemetry_s`, of the board every `device_s`,
+    each for `telemetry_expiry_s`; `results` are those of models. What the broker did not acknowledge waits in the folder
     `spool` (empty: mqtt in $STATE_DIRECTORY, else in /var/lib/tightfit), as much of each class as `keep` says, while
     the file system has `free_floor_mib` left. `limits` are those of alarms.
 
@@ -179,8 +179,8 @@ class Mqtt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kept = {}
         for kind, (mib, hours, drop) in _KEPT.items():
             own = self.keep.get(kind, KeepOptions())  # type: ignore[call-overload]
-            mib, hours = own.mib if own.mib is not None else mib, own.hours if own.hours is not None else hours
-            kept[kind] = Policy(int(mib * (1 << 20)), hours * 3600, own.drop or drop)
+            nbytes = int((mib if own.mib is None else own.mib) * (1 << 20))
+            kept[kind] = Policy(nbytes, (hours if own.hours is None else own.hours) * 3600, own.drop or drop)
         return kept
 
     def __post_init__(self) -> None:
