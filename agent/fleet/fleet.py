@@ -516,6 +516,7 @@ def _watch(gateway: Gateway, fleet: Fleet) -> None:
     series("delivered", "Messages that a broker acknowledged.", by_class, of_classes(counted("delivered")), count=True)
     series("dropped", "Messages that are lost, by why.", ("class", "reason"), of_classes(_dropped), count=True)
     series("queued", "Messages that wait.", by_class, of_classes(counted("queued")), count=False)
+    series("spool_pending", "Messages that are not durable yet.", (), of_classes(_pending), count=False)
     series("spool_bytes", "Storage that waiting messages have.", by_class, of_classes(_stored), count=False)
     series("commands", "Commands by what became of them.", ("outcome",), lambda: _commands(fleet), count=True)
     for name, text, attribute in (
@@ -540,6 +541,10 @@ _Series = list[tuple[tuple[str, ...], float]]
 
 def _dropped(found: SpoolFigures) -> _Series:
     return [((kind, why), count) for kind, each in found.by_kind.items() for why, count in each.dropped.items()]
+
+
+def _pending(found: SpoolFigures) -> _Series:
+    return [((), found.pending)]
 
 
 def _stored(found: SpoolFigures) -> _Series:

@@ -87,7 +87,7 @@ class Mqtt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after `slow_first_wait_s` to `slow_most_wait_s`. A command may have `command_kib`.
 
     Payloads are `encoding`. Telemetry of the agent is published every `telemetry_s`, of the board every `device_s`,
-    each for `telemetry_expiry_s`; `results` are those of models. What the broker did not acknowledge waits in the folder
+    each for `telemetry_expiry_s`; `results` are those of models. What no broker acknowledged waits in the folder
     `spool` (empty: mqtt in $STATE_DIRECTORY, else in /var/lib/tightfit), as much of each class as `keep` says, while
     the file system has `free_floor_mib` left. `limits` are those of alarms.
 

@@ -1,0 +1,264 @@
+"""A real agent, a real broker, and somebody who knows no more than docs/mqtt.md says."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from referencing import Registry, Resource
+
+from tests.support import bundles
+from tests.support.agents import ROOT, Agent, serving, until
+from tests.support.brokers import Mosquitto, mosquitto
+from tests.support.operators import Heard, Operator, of, operator
+
+SCHEMAS = ROOT / "docs" / "mqtt" / "schemas"
+DEVICE = "edge/v1/car-1"
+BIRTH = f"{DEVICE}/agent/state/agent"
+
+
+def configured(folder: Path, broker: Mosquitto, more: str = "", models: str = "") -> Path:
+    """A configuration of an agent that says all it has to say soon."""
+    bundle = folder / "add.tfb"
+    if not bundle.exists():
+        bundles.add(bundle)
+    models = models or f'[[models]]\nbundle = "{bundle}"\nname = "add"\nresults_mib = 1\n'
+    # Keys of [mqtt] stand before its tables.
+    mqtt = f"""
+[mqtt]
+brokers = ["{broker.url}"]
+device = "car-1"
+spool = "{folder / "spool"}"
+free_floor_mib = 0
+telemetry_s = 1
+device_s = 1
+keepalive_s = 5
+will_delay_s = 0
+first_wait_s = 0.1
+most_wait_s = 0.5
+replay_per_s = 0.0
+commands = ["observe", "infer", "admin"]
+commands_per_s = 100
+{more}
+"""
+    path = folder / "agent.toml"
+    path.write_text(models + mqtt, encoding="utf-8")
+    return path
+
+
+RESULTS = '[[mqtt.results]]\nmodel = "add"\nmost_per_s = 0\n'
+
+
+@contextmanager
+def publishing(folder: Path, broker: Mosquitto, more: str = RESULTS, models: str = "") -> Iterator[Agent]:
+    with serving(None, folder / "log", "--config", str(configured(folder, broker, more, models))) as agent:
+        yield agent
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Mosquitto]:
+    with mosquitto(tmp_path / "broker") as made:
+        yield made
+
+
+@pytest.fixture
+def hearing(broker: Mosquitto) -> Iterator[Operator]:
+    with operator(broker.port) as made:
+        yield made
+
+
+def asked(number: int) -> dict[str, Any]:
+    """A request of which the answer is `number` and more."""
+    data = {"a": [float(number)] + [0.0] * 7, "b": [0.0] * 8}
+    return {
+        "id": str(number),
+        "inputs": [{"name": n, "shape": [1, 8], "datatype": "FP32", "data": data[n]} for n in "ab"],
+    }
+
+
+def is_online(heard: Heard) -> bool:
+    return heard.topic == BIRTH and heard.body["status"] == "online"
+
+
+def is_offline(heard: Heard) -> bool:
+    return heard.topic == BIRTH and heard.body["status"] == "offline"
+
+
+def check_schemas(heard: Sequence[Heard]) -> None:
+    """Each is what the schemas say that it is."""
+    texts = {path.name: json.loads(path.read_text("utf-8")) for path in SCHEMAS.glob("*.json")}
+    registry: Any = Registry().with_resources((name, Resource.from_contents(text)) for name, text in texts.items())
+    for each in heard:
+        if each.topic.split("/")[4] == "cmd":
+            continue
+        Draft202012Validator(texts["envelope-1.json"], registry=registry).validate(each.json)
+        name = each.schema.replace("/", "-") + ".json"
+        Draft202012Validator(texts[name], registry=registry).validate(each.body)
+
+
+def test_birth_results_and_telemetry(tmp_path: Path, broker: Mosquitto, hearing: Operator) -> None:
+    with publishing(tmp_path, broker) as agent:
+        (birth,) = hearing.until(is_online)
+        assert birth.body["versions"]["tightfit"]
+        assert [each["name"] for each in birth.body["models"]] == ["add"]
+        for number in range(20):
+            assert agent.post(asked(number))[0] == 200
+        results = hearing.until(of("result/1"), 20)
+        assert [each.body["outputs"][0]["data"][0] for each in results] == list(range(20))
+        assert [each.user["seq"] for each in results] == [str(number) for number in range(20)]
+        assert {each.topic for each in results} == {f"{DEVICE}/model-add/m/result"}
+        for name in ("memory", "queue", "latency", "device"):
+            hearing.until(of(f"{name}/1"), 2)
+        assert hearing.until(of("memory/1"))[0].body["anonymous_bytes"] > 0
+        hearing.until(of("meta/1"), 4)
+        assert agent.stop() == 0
+    (farewell,) = hearing.until(is_offline)
+    assert (farewell.body["clean"], farewell.body["session"]) == (True, birth.body["session"])
+    check_schemas(hearing.heard)
+    assert broker.retained(BIRTH)
+
+
+def test_a_will_names_the_session_that_ended(tmp_path: Path, broker: Mosquitto, hearing: Operator) -> None:
+    with publishing(tmp_path, broker) as agent:
+        (birth,) = hearing.until(is_online)
+        agent.process.send_signal(signal.SIGKILL)
+        (will,) = hearing.until(is_offline)
+    assert (will.body["clean"], will.body["session"]) == (False, birth.body["session"])
+    with publishing(tmp_path, broker) as agent:
+        again = hearing.until(is_online, 2)[1]
+        assert again.body["session"] != birth.body["session"]
+        assert agent.stop() == 0
+
+
+def test_what_happens_without_a_broker_is_told_later_and_once(
+    tmp_path: Path, broker: Mosquitto, hearing: Operator
+) -> None:
+    """Results while the broker is away, a kill among them: all that was durable comes, in order, none twice."""
+    with publishing(tmp_path, broker) as agent:
+        hearing.until(is_online)
+        assert agent.post(asked(0))[0] == 200
+        hearing.until(of("result/1"))
+        broker.stop()
+        until(lambda: agent.metric("tightfit_mqtt_connected") == 0)
+        for number in range(1, 200):
+            assert agent.post(asked(number))[0] == 200
+        until(lambda: agent.metric("tightfit_mqtt_queued", **{"class": "m"}) >= 199)
+        # What syncs has none of it left in memory, or it would be lost with what is killed.
+        until(lambda: agent.metric("tightfit_mqtt_spool_pending") == 0)
+        agent.process.send_signal(signal.SIGKILL)
+        agent.process.wait(60)
+    broker.start()
+    with publishing(tmp_path, broker) as agent:
+        results = hearing.until(of("result/1"), 200)
+        until(lambda: agent.metric("tightfit_mqtt_queued", **{"class": "m"}) <= 8)
+        assert agent.post(asked(200))[0] == 200
+        hearing.until(lambda heard: of("result/1")(heard) and heard.body["id"] == "200")
+        assert conserved(agent)
+        assert agent.stop() == 0
+    once = {each.key: each for each in results}
+    assert [each.body["id"] for each in once.values()] == [str(number) for number in range(200)]
+    assert sum(each.user.get("hist") == "1" for each in results) >= 199
+    check_schemas(hearing.heard)
+
+
+def conserved(agent: Agent) -> bool:
+    """produced = delivered + dropped + queued, of each class, as one look at the metrics has it."""
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for line in agent.request("/metrics")[1].decode().splitlines():
+        for name in ("produced_total", "delivered_total", "dropped_total", "queued"):
+            if line.startswith(f"tightfit_mqtt_{name}{{"):
+                labels, value = line.rsplit(" ", 1)
+                sums[labels.split('class="')[1].split('"')[0]][name] += float(value)
+    assert sums["m"]["produced_total"] > 0
+    return all(
+        each["produced_total"] == each["delivered_total"] + each["dropped_total"] + each["queued"]
+        for each in sums.values()
+    )
+
+
+def answered(hearing: Operator, key: str, state: str) -> Heard:
+    return hearing.until(
+        lambda heard: of("response/1")(heard) and heard.body["id"] == key and heard.body["state"] == state
+    )[0]
+
+
+def test_commands(tmp_path: Path, broker: Mosquitto, hearing: Operator) -> None:
+    with publishing(tmp_path, broker) as agent:
+        hearing.until(is_online)
+        reply = f"{DEVICE}/operator/res/42"
+        hearing.send(f"{DEVICE}/observe/cmd/ping", {"v": 1, "id": "p1"}, reply=reply, correlation=b"\x01\x02")
+        pong = answered(hearing, "p1", "done")
+        assert (pong.topic, pong.correlation) == (reply, b"\x01\x02")
+        assert pong.body["result"]["ready"] is True
+
+        hearing.send(f"{DEVICE}/observe/cmd/models", {"v": 1, "id": "m1"})
+        models = answered(hearing, "m1", "done")
+        assert models.topic == f"{DEVICE}/observe/res/models"
+        assert models.body["result"]["models"][0]["state"] == "READY"
+
+        infer = {"v": 1, "id": "i1", "args": {"model": "add", "request": asked(5)}}
+        hearing.send(f"{DEVICE}/infer/cmd/infer", infer)
+        made = answered(hearing, "i1", "done").body["result"]
+        assert made["outputs"][0]["data"][0] == 5
+        count = agent.metric("tightfit_requests_total", reason="ok")
+
+        # The same again is answered, and not done again.
+        hearing.send(f"{DEVICE}/infer/cmd/infer", infer)
+        hearing.until(lambda heard: of("response/1")(heard) and heard.body.get("repeated") is True)
+        assert agent.metric("tightfit_requests_total", reason="ok") == count
+
+        hearing.send(f"{DEVICE}/admin/cmd/configure", {"v": 1, "id": "c1", "args": {"telemetry_s": 7}})
+        assert answered(hearing, "c1", "done").body["result"]["telemetry_s"] == 7
+        # Models are not changed over MQTT where they are not over HTTP.
+        hearing.send(f"{DEVICE}/admin/cmd/activate", {"v": 1, "id": "a1", "args": {"model": "add"}})
+        assert answered(hearing, "a1", "failed").body["reason"] == "control_disabled"
+        # Who may observe may no more, whatever he says.
+        hearing.send(f"{DEVICE}/observe/cmd/activate", {"v": 1, "id": "a2", "args": {"model": "add"}})
+        assert answered(hearing, "a2", "refused").body["reason"] == "forbidden"
+
+        hearing.send(f"{DEVICE}/observe/cmd/snapshot", {"v": 1, "id": "s1", "args": {"model": "add", "wait_s": 60}})
+        answered(hearing, "s1", "accepted")
+        hearing.send(f"{DEVICE}/observe/cmd/ping", {"v": 1, "id": "p2"})
+        answered(hearing, "p2", "done")
+        assert agent.post(asked(3))[0] == 200
+        taken = answered(hearing, "s1", "done").body["result"]
+        assert taken["outputs"][0]["data"][0] == 3
+        assert len(taken["input"]["sha256"]) == 64
+        assert agent.stop() == 0
+    check_schemas(hearing.heard)
+
+
+def test_what_is_no_command_is_a_line_and_nothing_else(tmp_path: Path, broker: Mosquitto, hearing: Operator) -> None:
+    """Row E16: empty, 1 MB, bad JSON, unknown version, retained and old, and a response topic of somebody else."""
+    topic = f"{DEVICE}/admin/cmd/configure"
+    body = {"v": 1, "id": "x", "args": {"telemetry_s": 9}}
+    hearing.send(topic, body, retain=True)
+    wrong = [b"", b"[" * 100_000, b"\xff\xfe", b"{", b'{"v": 2, "id": "x"}', b'{"v": 1, "idd": "x"}', b"x" * 300_000]
+    with publishing(tmp_path, broker) as agent:
+        hearing.until(is_online)
+        for each in wrong:
+            hearing.send(topic, each)
+        hearing.send(topic, body, reply="edge/v1/car-2/agent/res/x")
+        hearing.send(topic, body, reply="somewhere/else")
+        hearing.send(f"{DEVICE}/observe/cmd/config", {"v": 1, "id": "after"})
+        assert answered(hearing, "after", "done").body["result"]["telemetry_s"] == 1
+        # The one that was kept did not even come: that is asked of the broker.
+        assert agent.metric("tightfit_mqtt_commands_total", outcome="ignored") == len(wrong) + 2
+        assert agent.stop() == 0
+        lines = [json.loads(line) for line in agent.log.splitlines() if line.startswith("{")]
+    ignored = [line for line in lines if line["event"] == "a command is ignored"]
+    assert len(ignored) == len(wrong) + 2
+    assert hearing.found(lambda heard: of("response/1")(heard) and heard.body["id"] == "x") == []
+
+
+def test_nothing_is_published_where_nobody_wants_it(tmp_path: Path) -> None:
+    with serving(bundles.add(tmp_path / "add.tfb"), tmp_path / "log") as agent:
+        assert "tightfit_mqtt" not in agent.request("/metrics")[1].decode()
+        assert agent.stop() == 0
