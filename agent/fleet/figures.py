@@ -138,8 +138,19 @@ def queue(status: Status, spool: SpoolFigures, link: LinkFigures, commands: Mapp
     return Figures(AGENT, "queue", body)
 
 
-def board(thermal: Thermal, storage: Storage | None, now: Moment, expires_s: float) -> Figures:
-    """The board. `expires_s` is when the certificate of HTTP does, in seconds since 1970; 0 without."""
+class Days(NamedTuple):
+    """Left to the certificate that HTTP is served with, and to the one that is shown to brokers; None without."""
+
+    http: float | None
+    broker: float | None
+
+    @property
+    def least(self) -> float | None:
+        return min((each for each in self if each is not None), default=None)
+
+
+def board(thermal: Thermal, storage: Storage | None, now: Moment, days: Days) -> Figures:
+    """The board."""
     names: dict[str, int] = {}
     zones: dict[str, float] = {}
     for zone in thermal.zones[:_MOST_ZONES]:
@@ -154,8 +165,8 @@ def board(thermal: Thermal, storage: Storage | None, now: Moment, expires_s: flo
         "cores_mhz": {each.cores: round(each.mhz) for each in thermal.frequencies},
         **_known(hottest_c=thermal.hottest_c, margin_c=thermal.margin_c),
     }
-    days = days_left(expires_s, now)
-    body |= _known(certificate_days_left=None if days is None else round(days, 2))
+    left = {"certificate_days_left": days.http, "broker_certificate_days_left": days.broker}
+    body |= {name: round(each, 2) for name, each in left.items() if each is not None}
     if storage is not None:
         body |= {"storage_free_bytes": storage.free_bytes, "storage_total_bytes": storage.total_bytes}
         body |= _known(
@@ -178,7 +189,8 @@ def throttling(thermal: Thermal) -> list[str]:
 
 
 def days_left(expires_s: float, now: Moment) -> float | None:
-    """Of a certificate; None where there is none, or where the clock was never set."""
+    """Of a certificate that expires then, in seconds since 1970; None where there is none (0), or where the clock was
+    never set."""
     if not expires_s or now.quality is Quality.UNSYNCED:
         return None
     return (expires_s - now.utc_ns / 1e9) / 86_400
@@ -235,6 +247,7 @@ META: dict[tuple[str, str], tuple[str, dict[str, tuple[str, str]]]] = {
             "storage_wear": ("1", "part of its life that the storage has used"),
             "storage_written_bytes": ("B", "since the boot"),
             "certificate_days_left": ("d", "of the certificate that HTTP is served with"),
+            "broker_certificate_days_left": ("d", "of the certificate that is shown to brokers"),
         },
     ),
 }

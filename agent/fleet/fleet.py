@@ -23,6 +23,7 @@ import msgspec
 from agent import log
 from agent.access.access import Access
 from agent.access.callers import Role
+from agent.access.tls import shown
 from agent.config import Config
 from agent.device.storage import Storage, read_storage
 from agent.device.thermal import Thermal, read_thermal
@@ -50,7 +51,7 @@ from agent.mqtt.spool.spool import Figures as SpoolFigures
 from agent.mqtt.spool.spool import SpoolError
 from agent.page.status import Status
 from agent.repository import Repository
-from agent.results import Closed, Kept, Missed, Policy
+from agent.results import Kept, Missed, Policy
 from targets.errors import TightfitError, did_you_mean
 
 # Of a log that cannot be opened, and of a task that failed.
@@ -154,6 +155,10 @@ class Fleet:
         while True:
             try:
                 await work()
+            except TightfitError as error:
+                # Such as of a model that was configured away.
+                self._log.warning("this is not published for now", what=what, error=str(error), retry_s=_AGAIN_S)
+                await asyncio.sleep(_AGAIN_S)
             except Exception:  # noqa: BLE001 - the agent serves on, and so does all other telemetry
                 self._log.exception("telemetry failed, and is begun anew", what=what)
                 await asyncio.sleep(_FAILED_S)
@@ -192,14 +197,15 @@ class Fleet:
     async def _tell_board(self) -> None:
         """Figures of the board, once in a period."""
         began = time.monotonic()
-        thermal, storage = await asyncio.to_thread(self._read_board)
+        thermal, storage, expires_s = await asyncio.to_thread(self._read_board)
         now = self._clock.now()
-        self._measure(figures.board(thermal, storage, now, self._access.expires))
+        days = figures.Days(figures.days_left(self._access.expires, now), figures.days_left(expires_s, now))
+        self._measure(figures.board(thermal, storage, now, days))
         self._judge("temperature", thermal.hottest_c, began)
         if storage is not None:
             self._judge("storage_free", storage.free_bytes / (1 << 20), began)
             self._judge("storage_life", storage.used_life, began)
-        self._judge("certificate", figures.days_left(self._access.expires, now), began)
+        self._judge("certificate", days.least, began)
         self._say_alarm(self._alarms.say("throttled", raised=thermal.throttled, text=_throttled(thermal), now=began))
         await self._pause(began, lambda: self._live.device_s)
 
@@ -210,12 +216,16 @@ class Fleet:
             with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
                 await asyncio.wait_for(self._live.changed.wait(), left_s)
 
-    def _read_board(self) -> tuple[Thermal, Storage | None]:
-        try:
+    def _read_board(self) -> tuple[Thermal, Storage | None, float]:
+        """(how hot it is, how worn, when the certificate expires that is shown to brokers)."""
+        storage, expires_s = None, 0.0
+        with contextlib.suppress(OSError):
             storage = read_storage(self._settings.spool_folder, self._root)
-        except OSError:
-            storage = None
-        return read_thermal(self._root), storage
+        if self._settings.certificate:
+            # One that cannot be read is no figure, and the link says so.
+            with contextlib.suppress(ConfigError):
+                expires_s = shown(self._settings.certificate, self._settings.key).expires
+        return read_thermal(self._root), storage, expires_s
 
     async def _tell_events(self) -> None:
         """What happens to models and engines, from the first on."""
@@ -248,21 +258,23 @@ class Fleet:
             while True:
                 taken = follower.take()
                 if isinstance(taken, Kept):
-                    now, shown = time.monotonic(), taken.value
-                    quick = shown.nbytes <= _QUICK_BYTES
-                    work = (rule, shown, feed.results.epoch, taken.seq, now)
-                    body = judged(*work) if quick else await asyncio.to_thread(judged, *work)
-                    if body is not None:
-                        component = figures.component_of(rule.options.model)
-                        self.publish(component, Kind.MEASURE, "result", "result/1", body)
+                    work = (rule, taken.value, feed.results.epoch, taken.seq, time.monotonic())
+                    quick = taken.value.nbytes <= _QUICK_BYTES
+                    self._result(rule, judged(*work) if quick else await asyncio.to_thread(judged, *work))
                 elif isinstance(taken, Missed):
                     rule.missed(taken.last + 1 - taken.first)
-                elif isinstance(taken, Closed):
-                    return
-                else:
+                elif taken is None:
                     await follower.wait(60.0)
         finally:
+            # At a stop: of what was answered nothing is left out.
+            while isinstance(taken := follower.take(), Kept):
+                self._result(rule, judged(rule, taken.value, feed.results.epoch, taken.seq, time.monotonic()))
             follower.close()
+
+    def _result(self, rule: Rule, body: Mapping[str, object] | None) -> None:
+        if body is not None:
+            component = figures.component_of(rule.options.model)
+            self.publish(component, Kind.MEASURE, "result", "result/1", body)
 
     def _event(self, name: str, text: str, details: Mapping[str, object]) -> None:
         self.publish(AGENT, Kind.EVENT, name, "event/1", {"event": name, "text": text, "details": details})
