@@ -72,7 +72,7 @@ class V2:
         self._http, self._limits, self._logs = config.http, config.limits, config.log
         self._version = version
         self._log = log.get("http")
-self.runs = Runs(gateway)
+        self.runs = Runs(gateway)
         self._ensembles = EnsembleApi(gateway, repository, config, self.runs, self._send)
         self._streams = StreamApi(gateway, repository, config, self.runs, self.body_bytes)
         access.on_reload.append(lambda: self._streams.end_those(partial(why_no_longer, access)))

@@ -37,7 +37,9 @@ def scrape(tmp_path_factory: pytest.TempPathFactory) -> Scrape:
     folder = tmp_path_factory.mktemp("observed")
     (folder / "agent.toml").write_text(
         f'[[models]]\nbundle = "{bundles.add(folder / "add.tfb")}"\ncache_mib = 1\nresults_mib = 1\n'
-        '[tracing]\nendpoint = "http://127.0.0.1:9/v1/traces"\nratio = 0\n',
+        '[tracing]\nendpoint = "http://127.0.0.1:9/v1/traces"\nratio = 0\n'
+        # No broker has to be there for what is counted.
+        f'[mqtt]\nbrokers = ["mqtt://127.0.0.1:1"]\nspool = "{folder / "spool"}"\nfree_floor_mib = 0\n',
         encoding="utf-8",
     )
     with serving(None, folder / "log", "--config", str(folder / "agent.toml")) as agent:
@@ -55,6 +57,7 @@ def scrape(tmp_path_factory: pytest.TempPathFactory) -> Scrape:
     # Nothing was degraded or cut, so these have no samples yet.
     shown["tightfit_degradations_total"] = {"cause", "to"}
     shown["tightfit_connections_cut_total"] = {"reason"}
+    shown["tightfit_mqtt_dropped_total"] = {"class", "reason"}
     for name in ("tightfit_stood_in_total", "tightfit_streams"):
         shown[name] = {"model"}
     return shown
