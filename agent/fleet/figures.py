@@ -11,7 +11,7 @@ from agent.device.storage import Storage
 from agent.device.thermal import Thermal
 from agent.journal import Happening
 from agent.mqtt.link import Figures as LinkFigures
-from agent.mqtt.moment import Moment, Quality
+from agent.mqtt.moment import Moment
 from agent.mqtt.spool.spool import Figures as SpoolFigures
 from agent.page.status import Latency, Memory, ModelStatus, Status
 
@@ -189,11 +189,9 @@ def throttling(thermal: Thermal) -> list[str]:
 
 
 def days_left(expires_s: float, now: Moment) -> float | None:
-    """Of a certificate that expires then, in seconds since 1970; None where there is none (0), or where the clock was
-    never set."""
-    if not expires_s or now.quality is Quality.UNSYNCED:
-        return None
-    return (expires_s - now.utc_ns / 1e9) / 86_400
+    """Of a certificate that expires then, in seconds since 1970, as far as this clock is right; None where there is
+    none (0)."""
+    return (expires_s - now.utc_ns / 1e9) / 86_400 if expires_s else None
 
 
 def event(number: int, happening: Happening) -> tuple[str, Body]:

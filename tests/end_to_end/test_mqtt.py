@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import signal
+import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import cbor2
+import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
 from tests.support import bundles
-from tests.support.agents import ROOT, Agent, serving, until
-from tests.support.brokers import Mosquitto, mosquitto
+from tests.support.agents import ROOT, Agent, run_agent, serving, until
+from tests.support.brokers import Mosquitto, Subscriber, fleet, mosquitto
 from tests.support.operators import Heard, Operator, of, operator
 
 SCHEMAS = ROOT / "docs" / "mqtt" / "schemas"
@@ -262,3 +267,126 @@ def test_nothing_is_published_where_nobody_wants_it(tmp_path: Path) -> None:
     with serving(bundles.add(tmp_path / "add.tfb"), tmp_path / "log") as agent:
         assert "tightfit_mqtt" not in agent.request("/metrics")[1].decode()
         assert agent.stop() == 0
+
+
+def test_models_are_activated_and_rolled_back(tmp_path: Path, broker: Mosquitto, hearing: Operator) -> None:
+    """Each change once, though it is asked for twice, over a restart too; and each is an event and a new birth."""
+    shelf = tmp_path / "shelf"
+    first, second = bundles.add(shelf / "add.tfb"), bundles.add(shelf / "more.tfb", slots=3)
+    models = f'[repository]\ncontrol = true\nfolders = ["{shelf}"]\n[[models]]\nbundle = "{first}"\nname = "add"\n'
+    change = {"v": 1, "id": "a1", "args": {"model": "add", "bundle": second.name}}
+    with publishing(tmp_path, broker, "", models) as agent:
+        (birth,) = hearing.until(is_online)
+        before = birth.body["models"][0]["version"]
+        hearing.send(f"{DEVICE}/admin/cmd/activate", change)
+        after = answered(hearing, "a1", "done").body["result"]["version"]
+        assert after != before
+        hearing.until(of("event/1", "/activate"))
+        hearing.until(lambda heard: is_online(heard) and heard.body["models"][0]["version"] == after)
+        hearing.send(f"{DEVICE}/admin/cmd/rollback", {"v": 1, "id": "r1", "args": {"model": "add"}})
+        assert answered(hearing, "r1", "done").body["result"]["version"] == before
+        hearing.send(f"{DEVICE}/admin/cmd/activate", change)
+        repeated = hearing.until(lambda heard: of("response/1")(heard) and heard.body.get("repeated") is True)
+        assert repeated[0].body["result"]["version"] == after
+        missing = {"v": 1, "id": "a2", "args": {"model": "add", "bundle": "none.tfb"}}
+        hearing.send(f"{DEVICE}/admin/cmd/activate", missing)
+        assert answered(hearing, "a2", "failed").body["reason"] == "unknown_model"
+        agent.stop(signal.SIGKILL)
+    with publishing(tmp_path, broker, "", models) as agent:
+        hearing.send(f"{DEVICE}/admin/cmd/activate", change)
+        hearing.until(lambda heard: of("response/1")(heard) and heard.body.get("repeated") is True, 2)
+        assert json.loads(agent.request("/v2/models/add")[1])["versions"] == [before]
+        assert agent.stop() == 0
+    check_schemas(hearing.heard)
+
+
+@pytest.mark.parametrize(("encoding", "protocol"), [("json", "3.1.1"), ("cbor", "5"), ("cbor", "3.1.1")])
+def test_other_forms(tmp_path: Path, broker: Mosquitto, hearing: Operator, encoding: str, protocol: str) -> None:
+    """Under 3.1.1 what properties say stands in the payload, and commands have it in theirs."""
+    with publishing(tmp_path, broker, f'encoding = "{encoding}"\nprotocol = "{protocol}"\n{RESULTS}') as agent:
+        assert agent.post(asked(7))[0] == 200
+        (heard,) = hearing.until(lambda heard: heard.topic.endswith("/m/result"))
+        payload = decoded(heard, encoding)
+        assert payload["body"]["outputs"][0]["data"][0] == 7
+        said = payload["mqtt"] if protocol == "3.1.1" else heard.user
+        assert (said["schema"], int(said["seq"])) == ("result/1", 0)
+        reply = f"{DEVICE}/x/res/y"
+        ping = {"v": 1, "id": "p", "response_topic": reply, "correlation": "abc"}
+        hearing.send(f"{DEVICE}/observe/cmd/ping", ping)
+        pong = decoded(hearing.until(lambda heard: heard.topic == reply, 2)[1], encoding)
+        assert pong["body"]["state"] == "done"
+        if protocol == "3.1.1":
+            assert base64.b64decode(pong["mqtt"]["correlation"]) == b"abc"
+        assert agent.stop() == 0
+
+
+def decoded(heard: Heard, encoding: str) -> dict[str, Any]:
+    found: dict[str, Any] = heard.json if encoding == "json" else cbor2.loads(heard.payload)
+    return found
+
+
+def test_results_that_differ_and_large_ones(tmp_path: Path, broker: Mosquitto, hearing: Operator) -> None:
+    """By reference, where what is referred to is what the agent gives."""
+    more = '[[mqtt.results]]\nmodel = "add"\nwhen = "change"\nby = 1.0\nmost_per_s = 0\ninline_bytes = 16\n'
+    with publishing(tmp_path, broker, more) as agent:
+        for number in (0, 0, 1, 2, 2, 5):
+            assert agent.post(asked(number))[0] == 200
+        results = hearing.until(of("result/1"), 3)
+        assert [each.body["id"] for each in results] == ["0", "2", "5"]
+        assert [each.body.get("withheld", {}).get("rule", 0) for each in results] == [0, 2, 1]
+        ref = results[1].body["outputs"][0]["ref"]
+        assert ref["bytes"] == 32
+        assert ref["sha256"] == hashlib.sha256(np.array([2] + [0] * 7, np.float32).tobytes()).hexdigest()
+        with urllib.request.urlopen(agent.url + ref["href"], timeout=60) as answer:  # noqa: S310
+            assert json.loads(answer.readline())["id"] == "2"
+        assert agent.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ('[[mqtt.results]]\nmodel = "sub"\n', "there is no such model"),
+        ('[[mqtt.results]]\nmodel = "add"\noutput = "z"\n', "has no output 'z'"),
+        ('ca = "nowhere.pem"\n', "mqtts://"),
+        ("[mqtt.keep.m]\nmib = 0.01\n", "cannot be kept"),
+    ],
+)
+def test_configurations_that_cannot_be_meant(tmp_path: Path, broker: Mosquitto, more: str, error: str) -> None:
+    """One line, and the agent does not start."""
+    code, _, said = run_agent("serve", "--config", str(configured(tmp_path, broker, more)), "--port", "0")
+    assert code != 0
+    last = said.strip().splitlines()[-1]
+    assert error in last
+    assert "Traceback" not in said
+
+
+def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path: Path, broker: Mosquitto, hearing: Operator) -> None:
+    """A board that answers is worth more than one that tells of it."""
+    (tmp_path / "spool").write_text("in the way", encoding="ascii")
+    with publishing(tmp_path, broker) as agent:
+        assert agent.post(asked(1))[0] == 200
+        assert "the log cannot be opened" in agent.log
+        assert agent.stop() == 0
+
+
+def test_each_device_in_its_own_subtree(tmp_path: Path) -> None:
+    """Over TLS, with a certificate that names the device, and an access list that lets it write nowhere else."""
+    with fleet(tmp_path / "broker") as secured:
+        pair = secured.device("car-1")
+        shown = f'ca = "{secured.authority.own.certificate}"\ncertificate = "{pair.certificate}"\nkey = "{pair.key}"\n'
+        path = configured(tmp_path, secured.broker, shown + RESULTS)
+        path.write_text(path.read_text("utf-8").replace(secured.broker.url, secured.broker.secure_url), "utf-8")
+        with (
+            Subscriber(secured.broker, "edge/v1/car-1/+/m/#") as heard,
+            serving(None, tmp_path / "log", "--config", str(path)) as agent,
+        ):
+            assert agent.post(asked(4))[0] == 200
+            until(lambda: any("/model-add/m/result " in line for line in heard.lines))
+            until(lambda: any("/device/m/device " in line for line in heard.lines))
+            (line, *_) = [line for line in heard.lines if "/device/m/device " in line]
+            body = json.loads(line.split(" ", 1)[1])["body"]
+            assert body["broker_certificate_days_left"] > 0
+            secured.broker.publish(f"{DEVICE}/observe/cmd/ping", '{"v": 1, "id": "p"}')
+            until(lambda: agent.metric("tightfit_mqtt_commands_total", outcome="run") == 1)
+            assert agent.stop() == 0
+        assert '"status":"offline"' in secured.broker.retained(BIRTH)
