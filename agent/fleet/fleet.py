@@ -113,7 +113,10 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._doing, return_exceptions=True)
         if self._publisher is not None:
-            await self._publisher.stop()
+            try:
+                await self._publisher.stop()
+            except Exception:  # noqa: BLE001 - the agent ends all the same, and what was durable still is
+                self._log.exception("telemetry did not end well")
 
     async def _open_later(self) -> None:
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import signal
 import urllib.request
 from collections import defaultdict
@@ -390,3 +391,24 @@ def test_each_device_in_its_own_subtree(tmp_path: Path) -> None:
             until(lambda: agent.metric("tightfit_mqtt_commands_total", outcome="run") == 1)
             assert agent.stop() == 0
         assert '"status":"offline"' in secured.broker.retained(BIRTH)
+
+
+def test_alarms_and_events(tmp_path: Path, broker: Mosquitto, hearing: Operator) -> None:
+    """An alarm once, however often its reading is taken; and an engine that dies."""
+    with publishing(tmp_path, broker, "[mqtt.limits]\nstorage_free_mib = 1e12\nmemory = 0.001\n") as agent:
+        for name in ("storage_free", "memory"):
+            (alarm,) = hearing.until(of("alarm/1", f"/a/{name}"))
+            assert alarm.body["raised"] is True
+        assert alarm.body["value"] > alarm.body["limit"]
+        hearing.until(of("device/1"), 3)
+        os.kill(agent.engine_pid, signal.SIGKILL)
+        (down,) = hearing.until(of("event/1", "/engine_down"))
+        assert (down.body["model"], down.body["details"]["starts_again"]) == ("add", True)
+        (up,) = hearing.until(of("event/1", "/engine_up"))
+        assert up.body["details"]["restarts"] == 1
+        hearing.until(
+            lambda heard: of("latency/1", "/model-add/m/latency")(heard) and heard.body["engine_restarts"] == 1
+        )
+        assert len(hearing.found(of("alarm/1"))) == 2
+        assert agent.stop() == 0
+    check_schemas(hearing.heard)
