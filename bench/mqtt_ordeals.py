@@ -23,7 +23,7 @@ from tests.support.agents import Agent, serving
 from tests.support.brokers import mosquitto
 from tests.support.deliveries import faults_of, place_of
 from tests.support.operators import Operator, of, operator
-from tests.support.ordeals import Asking, configured, sessions_of, settle, suffer
+from tests.support.ordeals import Asking, configured, settle, suffer
 from tests.support.proxy import proxy
 
 RESULT = Path(__file__).parent / "results" / "mqtt_ordeals.md"
@@ -41,7 +41,7 @@ def rss_mib(agent: Agent) -> float:
 def judged(hearing: Operator) -> list[str]:
     """Waits a while for what is on its way to the subscriber."""
     end = time.monotonic() + 60
-    while faults := faults_of(hearing.heard, sessions_of(hearing)):
+    while faults := faults_of(hearing.heard):
         if time.monotonic() > end:
             return faults
         time.sleep(1)

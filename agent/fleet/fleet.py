@@ -35,7 +35,7 @@ from agent.fleet.work import Settings, Work, reason_of
 from agent.gateway import Gateway
 from agent.http.v2 import V2
 from agent.journal import Activate, EngineDown, Failed, Happening, Load, Unload
-from agent.mqtt import topics
+from agent.mqtt import home_assistant, topics
 from agent.mqtt.alarms import Alarm, Alarms, Limit
 from agent.mqtt.boots import read_whole, write_whole
 from agent.mqtt.commands import Address, Command, Desk, Ignored, Reply
@@ -43,7 +43,7 @@ from agent.mqtt.link import Connected, Lost
 from agent.mqtt.link import Figures as LinkFigures
 from agent.mqtt.message import Kind, Message
 from agent.mqtt.moment import Clock, Quality
-from agent.mqtt.packet import Incoming
+from agent.mqtt.packet import Incoming, Outgoing
 from agent.mqtt.publisher import AGENT, Publisher
 from agent.mqtt.rules import ResultOptions, Rule
 from agent.mqtt.settings import LimitOptions, Mqtt
@@ -87,6 +87,8 @@ class Fleet:
         self._of_link: set[str] = set()
         """Alarms that the link has raised."""
         self._connected_at: float | None = None
+        self._discovered: set[str] = set()
+        """Topics at which Home Assistant was told of something."""
         self._status: Status | None = None
         self._publisher: Publisher | None = None
         self._desk: Desk | None = None
@@ -137,7 +139,8 @@ class Fleet:
         )  # fmt: skip
         self._publisher = publisher
         try:
-            publisher.start(self, self._meta)
+            status = (f"{settings.home_assistant}/status",) if settings.home_assistant else ()
+            publisher.start(self, self._meta, self._discovery, status)
         except ConfigError:
             await publisher.stop()
             self._publisher = None
@@ -315,6 +318,22 @@ class Fleet:
             for component, name in figures.META
         ]  # fmt: skip
 
+    def _discovery(self) -> list[Outgoing]:
+        """What Home Assistant wants to know, and what it may forget."""
+        settings, status = self._settings, self._status
+        discovery, device = settings.home_assistant, settings.device_name
+        if not discovery or status is None:
+            return []
+        names = dict.fromkeys(each.name for each in status.models)
+        entities = [*home_assistant.ENTITIES, *(each for name in names for each in home_assistant.of_model(name))]
+        told = {home_assistant.topic_of(discovery, device, each) for each in entities}
+        gone, self._discovered = sorted(self._discovered - told), told
+        board = next((each.board for each in status.models if each.board), "")
+        periods_s = {"agent": self._live.telemetry_s, "device": self._live.device_s}
+        return home_assistant.removals(gone) + home_assistant.documents(
+            entities, discovery, settings.prefix, device, self._version, board, periods_s
+        )
+
     # --- alarms
 
     def _judge(self, name: str, value: float | None, now: float) -> None:
@@ -365,6 +384,10 @@ class Fleet:
         """Of the link."""
         desk = self._desk
         if desk is None:
+            return
+        if self._publisher is not None and message.topic == f"{self._settings.home_assistant}/status":
+            if message.payload == home_assistant.ONLINE:
+                self._publisher.say_state()
             return
         try:
             topic = topics.parse(self._settings.prefix, message.topic)

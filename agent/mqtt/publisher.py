@@ -43,6 +43,8 @@ State = Callable[[], Mapping[str, object]]
 """What there is to say of the device beside its status."""
 Meta = Callable[[], Sequence[Message]]
 """What the streams are: retained, and said on every connection behind the birth."""
+Beside = Callable[[], Sequence[Outgoing]]
+"""What is said in other conventions whenever the birth is."""
 
 
 class Publisher:
@@ -54,6 +56,7 @@ class Publisher:
         self._state = state
         self._log = log.get("mqtt")
         self._link: Link[Entry] | None = None
+        self._beside: Beside = lambda: ()
         self._saving: asyncio.Task[None] | None = None
 
     @classmethod
@@ -63,16 +66,24 @@ class Publisher:
         boots, spool = await asyncio.to_thread(_opened, settings, clock, session)
         return cls(settings, clock, session, Keeper(spool, boottime), boots, state)
 
-    def start(self, listener: Listener, meta: Meta = lambda: ()) -> None:
-        """Begin to store and to send. Raises ConfigError where the files that [mqtt] names cannot be used."""
+    def start(
+        self, listener: Listener, meta: Meta = lambda: (), beside: Beside = lambda: (), filters: Sequence[str] = ()
+    ) -> None:
+        """Begin to store and to send, and to hear what comes at `filters` beside commands. Raises ConfigError where
+        the files that [mqtt] names cannot be used."""
+        self._beside = beside
         self._link = Link(
             self._settings,
             self._keeper,
             self._encode,
             listener,
             will=self._offline("lost", clean=False),
-            greeting=lambda protocol: [self._online(protocol), *(self._state_of(each, protocol) for each in meta())],
-            filters=self._settings.command_filters,
+            greeting=lambda protocol: [
+                self._online(protocol),
+                *(self._state_of(each, protocol) for each in meta()),
+                *beside(),
+            ],
+            filters=(*self._settings.command_filters, *filters),
         )
         self._keeper.arrived = self._link.wake
         self._keeper.start()
@@ -93,7 +104,7 @@ class Publisher:
     def say_state(self) -> None:
         """The state of the device is another: say it again, if there is anybody to hear it."""
         if self._link is not None and self._link.state.is_connected:
-            self._link.say([self._online(self._link.state.protocol)])
+            self._link.say([self._online(self._link.state.protocol), *self._beside()])
 
     def now(self) -> Moment:
         """What a message that is made now has."""

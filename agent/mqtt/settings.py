@@ -87,7 +87,8 @@ class Mqtt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after `slow_first_wait_s` to `slow_most_wait_s`. A command may have `command_kib`.
 
     Payloads are `encoding`. Telemetry of the agent is published every `telemetry_s`, of the board every `device_s`,
-    each for `telemetry_expiry_s`; `results` are those of models. What no broker acknowledged waits in the folder
+    each for `telemetry_expiry_s`; where `home_assistant` is the prefix of its discovery ("homeassistant") it is told
+    of them; `results` are those of models. What no broker acknowledged waits in the folder
     `spool` (empty: mqtt in $STATE_DIRECTORY, else in /var/lib/tightfit), as much of each class as `keep` says, while
     the file system has `free_floor_mib` left. `limits` are those of alarms.
 
@@ -124,6 +125,7 @@ class Mqtt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stable_s: _Seconds = 120.0
     command_kib: Annotated[int, Meta(ge=1, le=1 << 16)] = 256
     encoding: Literal["json", "cbor"] = "json"
+    home_assistant: str = ""
     telemetry_s: Period = 30.0
     device_s: Period = 60.0
     telemetry_expiry_s: Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)] = 604_800
@@ -202,6 +204,10 @@ class Mqtt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.client_id and not re.fullmatch(r"[!-~]{1,128}", self.client_id, re.ASCII):
             raise ValueError(f"client_id {self.client_id!r} is none: 1 to 128 characters of ASCII without spaces")
+        if self.home_assistant and not _PREFIX.fullmatch(self.home_assistant):
+            raise ValueError(f'home_assistant {self.home_assistant!r} is no prefix of topics: "homeassistant"')
+        if self.home_assistant and self.encoding != "json":
+            raise ValueError('Home Assistant reads JSON: leave out home_assistant, or encoding = "cbor"')
         twice = [each.model for each in self.results if sum(other.model == each.model for other in self.results) > 1]
         if twice:
             raise ValueError(f"results of {twice[0]!r} are named twice")

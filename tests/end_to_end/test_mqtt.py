@@ -412,3 +412,18 @@ def test_alarms_and_events(tmp_path: Path, broker: Mosquitto, hearing: Operator)
         assert len(hearing.found(of("alarm/1"))) == 2
         assert agent.stop() == 0
     check_schemas(hearing.heard)
+
+
+def test_home_assistant_is_told_and_told_again(tmp_path: Path, broker: Mosquitto, hearing: Operator) -> None:
+    """What a document refers to is what comes there."""
+    topic = "homeassistant/sensor/car-1/add_p99/config"
+    with publishing(tmp_path, broker, 'home_assistant = "homeassistant"\n') as agent:
+        assert agent.post(asked(1))[0] == 200
+        (document,) = hearing.until(lambda heard: heard.topic == topic)
+        state = document.json["state_topic"]
+        hearing.until(lambda heard: heard.topic == state and heard.body["total"].get("p99_ms", 0) > 0)
+        (online,) = hearing.until(lambda heard: heard.topic == "homeassistant/binary_sensor/car-1/online/config")
+        assert online.json["availability_topic"] == BIRTH
+        hearing.send("homeassistant/status", b"online")
+        hearing.until(lambda heard: heard.topic == topic, 2)
+        assert agent.stop() == 0

@@ -11,7 +11,7 @@ from tests.support.agents import serving, until
 from tests.support.brokers import mosquitto
 from tests.support.deliveries import faults_of
 from tests.support.operators import Heard, of, operator
-from tests.support.ordeals import Asking, configured, sessions_of, settle, suffer
+from tests.support.ordeals import Asking, configured, settle, suffer
 from tests.support.proxy import proxy
 
 
@@ -25,7 +25,7 @@ def test_kills_and_broken_connections(tmp_path: Path, seed: int) -> None:
     ):
         asking = suffer(tmp_path, network, hearing, draw, kills=3, breaks=5)
         hearing.until(lambda heard: heard.topic.endswith("/agent") and heard.body.get("clean") is True)
-        assert faults_of(hearing.heard, sessions_of(hearing)) == []
+        assert faults_of(hearing.heard) == []
         # What was answered less than a tenth of a second before a kill was not durable yet.
         assert len({heard.key for heard in hearing.found(of("result/1"))}) > asking.answered / 2
 
@@ -48,7 +48,7 @@ def test_a_broker_that_is_away_under_load(tmp_path: Path) -> None:
         network.refuse(False)
         settle(agent)
         hearing.until(of("gap/1"))
-        until(lambda: faults_of(hearing.heard, sessions_of(hearing)) == [])
+        until(lambda: faults_of(hearing.heard) == [])
         assert agent.stop() == 0
     came, gone = results(hearing.heard), sum(told(each) for each in hearing.found(of("gap/1")))
     assert came + gone == asking.answered

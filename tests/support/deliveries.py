@@ -6,7 +6,7 @@ It knows of messages what docs/mqtt.md says, and no more.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tests.support.operators import Heard
@@ -29,8 +29,8 @@ def place_of(heard: Heard) -> Place | None:
     )
 
 
-def faults_of(heard: Sequence[Heard], sessions: Sequence[str]) -> list[str]:
-    """What is wrong, a line each. `sessions` are those of the device, oldest first."""
+def faults_of(heard: Sequence[Heard]) -> list[str]:
+    """What is wrong, a line each, of a device that has not booted meanwhile."""
     numbered = [(place, each) for each in heard if (place := place_of(each))]
     first: dict[Place, Heard] = {}
     faults = []
@@ -39,11 +39,19 @@ def faults_of(heard: Sequence[Heard], sessions: Sequence[str]) -> list[str]:
         if known.body != each.body:
             faults.append(f"{place} says two things")
     faults += _missing(first, [each for each in heard if each.user.get("schema") == "gap/1"])
-    order = {session: at for at, session in enumerate(sessions)}
+    order = _sessions(first)
     for late in (False, True):
         found = [place for place, each in first.items() if ("hist" in each.user) is late]
         faults += _disorder(found, order, "history" if late else "live")
     return faults
+
+
+def _sessions(first: Mapping[Place, Heard]) -> dict[str, int]:
+    """Sessions in order, by the clock that nobody sets: that of a birth is not heard where none was connected."""
+    began: dict[str, int] = {}
+    for place, each in first.items():
+        began[place.session] = min(each.json["mono"], began.get(place.session, 1 << 63))
+    return {session: at for at, session in enumerate(sorted(began, key=lambda session: began[session]))}
 
 
 def _missing(places: Iterable[Place], gaps: Sequence[Heard]) -> list[str]:

@@ -18,8 +18,6 @@ from tests.support.agents import Agent, serving, until
 from tests.support.operators import Operator
 from tests.support.proxy import Proxy
 
-BIRTH = "edge/v1/car-1/agent/state/agent"
-
 
 def configured(folder: Path, url: str, more: str = "") -> Path:
     """An agent that publishes all it has, soon."""
@@ -90,12 +88,6 @@ class Asking:
         finally:
             self._stop.set()
             thread.join()
-
-
-def sessions_of(hearing: Operator) -> list[str]:
-    """In the order in which they were born, of which all wills and farewells are left out."""
-    found = [each for each in hearing.heard if each.topic == BIRTH and each.body["status"] == "online"]
-    return list(dict.fromkeys(each.body["session"] for each in found))
 
 
 def suffer(
