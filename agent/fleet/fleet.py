@@ -212,7 +212,7 @@ class Fleet:
             self._judge("storage_free", storage.free_bytes / (1 << 20), began)
             self._judge("storage_life", storage.used_life, began)
         # By a clock that nobody has set every certificate may seem to have expired.
-        self._judge("certificate", None if now.quality is Quality.UNSYNCED else days.least, began)
+        self._judge("certificate_days", None if now.quality is Quality.UNSYNCED else days.least, began)
         self._say_alarm(self._alarms.say("throttled", raised=thermal.throttled, text=_throttled(thermal), now=began))
         await self._pause(began, lambda: self._live.device_s)
 
@@ -515,7 +515,7 @@ def _limits(options: LimitOptions) -> list[Limit]:
         Limit("temperature", options.temperature_c, 5.0, unit=" C"),
         Limit("storage_free", options.storage_free_mib, options.storage_free_mib / 4, above=False, unit=" MiB"),
         Limit("storage_life", options.storage_life, 5.0, unit=" %"),
-        Limit("certificate", options.certificate_days, 1.0, above=False, unit=" days"),
+        Limit("certificate_days", options.certificate_days, 1.0, above=False, unit=" days"),
         Limit("memory", options.memory, 5.0, unit=" %"),
         Limit("misses", options.misses, options.misses / 2, unit=" %"),
     )
