@@ -28,9 +28,10 @@ from agent.config import Config
 from agent.device.storage import Storage, read_storage
 from agent.device.thermal import Thermal, read_thermal
 from agent.errors import ConfigError, Reason
-from agent.fleet import figures
+from agent.fleet import figures, sparkplug
 from agent.fleet.figures import Figures
 from agent.fleet.results import judged
+from agent.fleet.sparkplug import Sparkplug
 from agent.fleet.work import Settings, Work, reason_of
 from agent.gateway import Gateway
 from agent.http.v2 import V2
@@ -87,6 +88,7 @@ class Fleet:
         self._of_link: set[str] = set()
         """Alarms that the link has raised."""
         self._connected_at: float | None = None
+        self._sparkplug = Sparkplug(config.mqtt, version) if config.mqtt.sparkplug else None
         self._discovered: set[str] = set()
         """Topics at which Home Assistant was told of something."""
         self._status: Status | None = None
@@ -116,6 +118,8 @@ class Fleet:
         await asyncio.gather(*self._tasks, *self._doing, return_exceptions=True)
         if self._publisher is not None:
             try:
+                if self._sparkplug is not None:
+                    await self._sparkplug.stop()
                 await self._publisher.stop()
             except Exception:  # noqa: BLE001 - the agent ends all the same, and what was durable still is
                 self._log.exception("telemetry did not end well")
@@ -145,6 +149,9 @@ class Fleet:
             await publisher.stop()
             self._publisher = None
             raise
+        if self._sparkplug is not None:
+            self._sparkplug.tell(sparkplug.of_agent(self._status))
+            self._sparkplug.start()
         self._spawn(self._again("telemetry", self._tell_agent))
         self._spawn(self._again("the board", self._tell_board))
         self._spawn(self._again("events", self._tell_events))
@@ -194,6 +201,9 @@ class Fleet:
         if self._publisher is not None and self._desk is not None:
             commands = self._desk.figures._asdict()
             self._measure(figures.queue(status, self._publisher.spool, self._publisher.link, commands))
+        if self._sparkplug is not None:
+            self._sparkplug.forget("Models/")
+            self._sparkplug.tell(sparkplug.of_agent(status))
         now = time.monotonic()
         self._judge("memory", figures.used_share(status.memory), now)
         self._judge("misses", figures.miss_share(status), now)
@@ -207,6 +217,8 @@ class Fleet:
         now = self._clock.now()
         days = figures.Days(figures.days_left(self._access.expires, now), figures.days_left(expires_s, now))
         self._measure(figures.board(thermal, storage, now, days))
+        if self._sparkplug is not None:
+            self._sparkplug.tell(sparkplug.of_board(thermal, storage))
         self._judge("temperature", thermal.hottest_c, began)
         if storage is not None:
             self._judge("storage_free", storage.free_bytes / (1 << 20), began)

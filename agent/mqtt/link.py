@@ -109,7 +109,7 @@ class Figures:
 
 class Link(Generic[E]):
     """`encode` makes of an entry what is sent, given whether it is history, and the protocol (4 or 5). `greeting` is
-    what begins every connection, before all else, given the protocol."""
+    what begins every connection, before all else, given the protocol; `will` may be another for each."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Link(Generic[E]):
         encode: Callable[[E, bool, int], Outgoing],
         listener: Listener,
         *,
-        will: Outgoing | None = None,
+        will: Outgoing | Callable[[], Outgoing] | None = None,
         greeting: Callable[[int], Sequence[Outgoing]] = lambda _: (),
         filters: Sequence[str] | None = None,
         draw: Callable[[], float] = random.random,
@@ -226,6 +226,7 @@ class Link(Generic[E]):
             self._retry.cancel()
             self._retry = None
         settings, broker = self._settings, self._brokers.current
+        will = self._will() if callable(self._will) else self._will
         self._number += 1
         self._over.clear()
         self._figures.state, self._figures.broker = "connecting", str(broker)
@@ -233,7 +234,7 @@ class Link(Generic[E]):
             carrier.Connect(
                 self._number, broker, self._protocol_of(broker), settings.client_name,
                 lambda: identify(settings, broker.tls), settings.keepalive_s, settings.connect_s,
-                settings.session_expiry_s, self._will, settings.will_delay_s, self._filters,
+                settings.session_expiry_s, will, settings.will_delay_s, self._filters,
                 (settings.command_kib << 10) + _COMMAND_HEAD_BYTES,
             )
         )  # fmt: skip

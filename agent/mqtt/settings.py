@@ -87,10 +87,10 @@ class Mqtt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after `slow_first_wait_s` to `slow_most_wait_s`. A command may have `command_kib`.
 
     Payloads are `encoding`. Telemetry of the agent is published every `telemetry_s`, of the board every `device_s`,
-    each for `telemetry_expiry_s`; where `home_assistant` is the prefix of its discovery ("homeassistant") it is told
-    of them; `results` are those of models. What no broker acknowledged waits in the folder
-    `spool` (empty: mqtt in $STATE_DIRECTORY, else in /var/lib/tightfit), as much of each class as `keep` says, while
-    the file system has `free_floor_mib` left. `limits` are those of alarms.
+    each for `telemetry_expiry_s`; `results` are those of models. Where `home_assistant` is the prefix of its discovery
+    ("homeassistant") it is told of them, and where `sparkplug` is a group the device is a node of that, too. What no
+    broker acknowledged waits in the folder `spool` (empty: mqtt in $STATE_DIRECTORY, else in /var/lib/tightfit), of
+    each class as much as `keep` says, while the file system has `free_floor_mib` left. `limits` are those of alarms.
 
     `commands` are the roles whose commands are taken: "observe", "infer", "admin". One without an expiry of its own is
     worth nothing after `command_expiry_s`; of each verb at most `commands_per_s` are taken, after `commands_burst`.
@@ -126,6 +126,7 @@ class Mqtt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     command_kib: Annotated[int, Meta(ge=1, le=1 << 16)] = 256
     encoding: Literal["json", "cbor"] = "json"
     home_assistant: str = ""
+    sparkplug: str = ""
     telemetry_s: Period = 30.0
     device_s: Period = 60.0
     telemetry_expiry_s: Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)] = 604_800
@@ -204,6 +205,8 @@ class Mqtt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.client_id and not re.fullmatch(r"[!-~]{1,128}", self.client_id, re.ASCII):
             raise ValueError(f"client_id {self.client_id!r} is none: 1 to 128 characters of ASCII without spaces")
+        if self.sparkplug and not re.fullmatch(r"[^+#/\0]{1,64}", self.sparkplug):
+            raise ValueError(f"sparkplug {self.sparkplug!r} is no group of nodes: at most 64 characters without + # /")
         if self.home_assistant and not _PREFIX.fullmatch(self.home_assistant):
             raise ValueError(f'home_assistant {self.home_assistant!r} is no prefix of topics: "homeassistant"')
         if self.home_assistant and self.encoding != "json":

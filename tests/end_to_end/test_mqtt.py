@@ -20,7 +20,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
-from tests.support import bundles
+from tests.support import bundles, sparkplug
 from tests.support.agents import ROOT, Agent, run_agent, serving, until
 from tests.support.brokers import Mosquitto, Subscriber, fleet, mosquitto
 from tests.support.operators import Heard, Operator, of, operator
@@ -427,3 +427,38 @@ def test_home_assistant_is_told_and_told_again(tmp_path: Path, broker: Mosquitto
         hearing.send("homeassistant/status", b"online")
         hearing.until(lambda heard: heard.topic == topic, 2)
         assert agent.stop() == 0
+
+
+def test_a_node_of_sparkplug(tmp_path: Path, broker: Mosquitto, hearing: Operator) -> None:
+    """Birth, data and rebirth; and after a kill the death that belongs to that birth."""
+    begin = "spBv1.0/plant/{}/car-1"
+    with publishing(tmp_path, broker, 'sparkplug = "plant"\n') as agent:
+        (born,) = hearing.until(lambda heard: heard.topic == begin.format("NBIRTH"))
+        birth = sparkplug.values(sparkplug.read(born.payload))
+        assert birth["Models/add/State"] == "READY"
+        assert agent.post(asked(1))[0] == 200
+        hearing.until(
+            lambda heard: (
+                heard.topic == begin.format("NDATA")
+                and sparkplug.values(sparkplug.read(heard.payload)).get("Agent/Answered") == 1
+            )
+        )
+        hearing.send(begin.format("NCMD"), sparkplug.command("Node Control/Rebirth", True))
+        births = hearing.until(
+            lambda heard: (
+                heard.topic == begin.format("NBIRTH")
+                and sparkplug.values(sparkplug.read(heard.payload)).get("Agent/Answered") == 1
+            )
+        )
+        agent.stop(signal.SIGKILL)
+        (died,) = hearing.until(lambda heard: heard.topic == begin.format("NDEATH"))
+        bdseq = sparkplug.values(sparkplug.read(births[-1].payload))["bdSeq"]
+        assert sparkplug.values(sparkplug.read(died.payload)) == {"bdSeq": bdseq}
+    # From each birth on numbers have no gap.
+    found = [
+        sparkplug.read(each.payload) for each in hearing.heard if "/NBIRTH/" in each.topic or "/NDATA/" in each.topic
+    ]
+    before = 0
+    for each in found:
+        assert each.seq in (0, (before + 1) % 256)
+        before = each.seq
