@@ -80,7 +80,7 @@ class Fleet:
         self._config_sha256 = hashlib.sha256(msgspec.json.encode(config, order="sorted")).hexdigest()
         _check_results(config.mqtt, repository)
         self._rules = [Rule(each) for each in config.mqtt.results]
-        self._clock = Clock()
+        self._clock = Clock(Quality(config.mqtt.clock) if config.mqtt.clock else None)
         self._log = log.get("mqtt")
         self._began = time.monotonic()
         self._live = Settings(config.mqtt.telemetry_s, config.mqtt.device_s)

@@ -154,10 +154,11 @@ class Publisher:
         return self._outgoing(message, entry.session, entry.seq, hist, protocol)
 
     def _outgoing(self, message: Message, session: str, seq: int | None, hist: bool, protocol: int) -> Outgoing:
+        qos = self._settings.qos if message.kind is Kind.MEASURE else 1
         return encode(
             message, session=session, seq=seq, now=self._clock.now(), device=self._settings.device_name,
             prefix=self._settings.prefix, hist=hist, protocol=protocol, encoding=self._settings.encoding,
-            known=self._boots.known,
+            known=self._boots.known, qos=qos,
         )  # fmt: skip
 
 

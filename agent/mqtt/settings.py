@@ -86,11 +86,13 @@ class Mqtt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `most_wait_s`, and begins anew after a connection held for `stable_s`; what only a person can mend is tried again
     after `slow_first_wait_s` to `slow_most_wait_s`. A command may have `command_kib`.
 
-    Payloads are `encoding`. Telemetry of the agent is published every `telemetry_s`, of the board every `device_s`,
-    each for `telemetry_expiry_s`; `results` are those of models. Where `home_assistant` is the prefix of its discovery
-    ("homeassistant") it is told of them, and where `sparkplug` is a group the device is a node of that, too. What no
-    broker acknowledged waits in the folder `spool` (empty: mqtt in $STATE_DIRECTORY, else in /var/lib/tightfit), of
-    each class as much as `keep` says, while the file system has `free_floor_mib` left. `limits` are those of alarms.
+    Payloads are `encoding`; measurements and results have `qos`, all else has 1. `clock` says what sets this machine's
+    clock when the kernel says that something does. Telemetry of the agent is published every `telemetry_s`, of the
+    board every `device_s`, each for `telemetry_expiry_s`; `results` are those of models. Where `home_assistant` is the
+    prefix of its discovery ("homeassistant") it is told of them, and where `sparkplug` is a group the device is a node
+    of that, too. What no broker acknowledged waits in the folder `spool` (empty: mqtt in $STATE_DIRECTORY, else in
+    /var/lib/tightfit), of each class as much as `keep` says, while the file system has `free_floor_mib` left. `limits`
+    are those of alarms.
 
     `commands` are the roles whose commands are taken: "observe", "infer", "admin". One without an expiry of its own is
     worth nothing after `command_expiry_s`; of each verb at most `commands_per_s` are taken, after `commands_burst`.
@@ -125,6 +127,8 @@ class Mqtt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stable_s: _Seconds = 120.0
     command_kib: Annotated[int, Meta(ge=1, le=1 << 16)] = 256
     encoding: Literal["json", "cbor"] = "json"
+    qos: Literal[0, 1] = 1
+    clock: Literal["", "ntp", "gnss", "ptp"] = ""
     home_assistant: str = ""
     sparkplug: str = ""
     telemetry_s: Period = 30.0

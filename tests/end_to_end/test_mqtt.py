@@ -301,6 +301,18 @@ def test_models_are_activated_and_rolled_back(tmp_path: Path, broker: Mosquitto,
     check_schemas(hearing.heard)
 
 
+def test_measurements_without_acknowledgement(tmp_path: Path, broker: Mosquitto, hearing: Operator) -> None:
+    """Where that is wanted; all else is acknowledged."""
+    with publishing(tmp_path, broker, f"qos = 0\n{RESULTS}") as agent:
+        assert agent.post(asked(7))[0] == 200
+        assert {each.qos for each in hearing.until(of("result/1"))} == {0}
+        assert {each.qos for each in hearing.until(of("event/1"))} == {1}
+        assert {each.qos for each in hearing.until(is_online)} == {1}
+        until(lambda: agent.metric("tightfit_mqtt_delivered_total", **{"class": "m"}) >= 1)
+        assert conserved(agent)
+        assert agent.stop() == 0
+
+
 @pytest.mark.parametrize(("encoding", "protocol"), [("json", "3.1.1"), ("cbor", "5"), ("cbor", "3.1.1")])
 def test_other_forms(tmp_path: Path, broker: Mosquitto, hearing: Operator, encoding: str, protocol: str) -> None:
     """Under 3.1.1 what properties say stands in the payload, and commands have it in theirs."""

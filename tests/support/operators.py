@@ -25,6 +25,7 @@ class Heard:
     topic: str
     payload: bytes
     retain: bool
+    qos: int
     user: Mapping[str, str]
     correlation: bytes
 
@@ -105,7 +106,7 @@ class Operator:
         user = dict(getattr(properties, "UserProperty", ()))
         correlation = getattr(properties, "CorrelationData", b"")
         with self._changed:
-            self.heard.append(Heard(message.topic, message.payload, message.retain, user, correlation))
+            self.heard.append(Heard(message.topic, message.payload, message.retain, message.qos, user, correlation))
             self._changed.notify_all()
 
 
