@@ -10,6 +10,7 @@ import msgspec
 from agent.device.storage import Storage
 from agent.device.thermal import Thermal
 from agent.journal import Happening
+from agent.mqtt.alarms import Alarm
 from agent.mqtt.link import Figures as LinkFigures
 from agent.mqtt.moment import Moment
 from agent.mqtt.spool.spool import Figures as SpoolFigures
@@ -202,6 +203,12 @@ def event(number: int, happening: Happening) -> tuple[str, Body]:
     body |= {key: fields.pop(key) for key in ("model", "version") if key in fields}
     details = {key: value for key, value in fields.items() if key not in ("seq", "at") and value is not None}
     return name, {**body, "details": details} if details else body
+
+
+def alarm(of: Alarm) -> Body:
+    """One that is raised, or cleared."""
+    body: Body = {"name": of.name, "raised": of.raised, "text": of.text, "stood_s": round(of.stood_s, 3)}
+    return body | _known(value=of.value, limit=of.limit, unit=of.unit or None)
 
 
 def models(of: Sequence[ModelStatus]) -> list[Body]:

@@ -305,7 +305,8 @@ class Desk:
             if key not in self._changed:
                 return None
             self._counts["answered_again"] += 1
-            return Reply(reply_to, {"id": key, "verb": verb, "state": "done", "repeated": True})
+            # Before this start: it was begun, and nobody knows any more what came of it.
+            return Reply(reply_to, {"id": key, "verb": verb, "state": "accepted", "repeated": True})
         if (known.verb, known.arguments) != (verb, arguments):
             return self._refuse(reply_to, key, verb, Reason.BAD_REQUEST, "this id was another command's")
         self._counts["answered_again"] += 1
