@@ -38,6 +38,7 @@ from agent.fleet.work import Settings, Work
 from agent.gateway import Gateway
 from agent.http.v2 import V2
 from agent.journal import Activate, EngineDown, Failed, Happening, Load, Unload
+from agent.limits.rates import Rates
 from agent.mqtt import home_assistant
 from agent.mqtt.alarms import Alarm
 from agent.mqtt.link import Connected, Lost
@@ -58,6 +59,8 @@ from targets.errors import TightfitError, did_you_mean
 # Of a log that cannot be opened, and of a task that failed.
 _AGAIN_S = 60.0
 _FAILED_S = 5.0
+# Of births that others ask for at once: each is many messages for their one.
+_BIRTHS = 5
 # All of the journal, and of a model's results all that are kept: whoever reads late is told what he missed.
 _BACKLOG = 1 << 16
 _BIRTH = (Load, Activate, Unload, Failed, EngineDown)
@@ -85,6 +88,8 @@ class Fleet:
         self._live = Settings(config.mqtt.telemetry_s, config.mqtt.device_s)
         self._alarms = Watch(config.mqtt.limits, config.mqtt.stable_s, self._say_alarm)
         self._sparkplug = Sparkplug(config.mqtt, version) if config.mqtt.sparkplug else None
+        self._births = Rates(1.0, _BIRTHS, 0)
+        """Those that others ask for."""
         self._discovered: set[str] = set()
         """Topics at which Home Assistant was told of something."""
         self._status: Status | None = None
@@ -378,7 +383,7 @@ class Fleet:
         if counter is None or publisher is None:
             return
         if message.topic == f"{self._settings.home_assistant}/status":
-            if message.payload == home_assistant.ONLINE:
+            if message.payload == home_assistant.ONLINE and not self._births.wait_s("", time.monotonic()):
                 publisher.say_state()
             return
         counter.receive(message)

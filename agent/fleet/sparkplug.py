@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from agent import log
 from agent.device.storage import Storage
 from agent.device.thermal import Thermal
+from agent.limits.rates import Rates
 from agent.mqtt.link import Connected, Link, Lost
 from agent.mqtt.packet import Incoming, Outgoing
 from agent.mqtt.settings import Mqtt
@@ -46,7 +47,8 @@ class Sparkplug:
 
     def __init__(self, settings: Mqtt, version: str) -> None:
         self._node = Node(settings.sparkplug, settings.device_name)
-        self._version = version
+        # Those that hosts ask for: each is many metrics for a few bytes.
+        self._births = Rates(1.0, 5, 0)
         self._metrics: dict[str, Metric] = {"Agent/Version": Metric(version, str)}
         self._log = log.get("sparkplug")
         # A node has a session for as long as a connection (tck-id-principles-persistence-clean-session-50).
@@ -94,6 +96,8 @@ class Sparkplug:
     def command(self, message: Incoming) -> None:
         """Of the link: a host asks for another birth. No other command is taken here."""
         if is_rebirth(message.payload) and not message.retain:
+            if self._births.wait_s("", time.monotonic()):
+                return
             self._link.say([self._birth()])
         else:
             self._log.warning("a command is ignored", topic=message.topic[:200], why="it does not ask for a birth")
