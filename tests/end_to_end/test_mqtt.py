@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import signal
 import urllib.request
 from collections import defaultdict
@@ -97,14 +98,27 @@ def is_offline(heard: Heard) -> bool:
     return heard.topic == BIRTH and heard.body["status"] == "offline"
 
 
+def channels() -> list[tuple[re.Pattern[str], str]]:
+    """(topic, schema) of each channel of the AsyncAPI document."""
+    text = (SCHEMAS.parent / "asyncapi.yaml").read_text("utf-8")
+    found = re.findall(r"^  (\w+):\n    address: '([^']*)'$", text, re.MULTILINE)
+    assert len(found) >= 10
+    return [
+        (re.compile(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(address).replace(r"\{prefix\}", ".+"))), f"{name}/1")
+        for name, address in found
+    ]
+
+
 def check_schemas(heard: Sequence[Heard]) -> None:
-    """Each is what the schemas say that it is."""
+    """Each is what the schemas say that it is, and comes where the AsyncAPI document says that it does."""
+    known = channels()
     texts = {path.name: json.loads(path.read_text("utf-8")) for path in SCHEMAS.glob("*.json")}
     registry: Any = Registry().with_resources((name, Resource.from_contents(text)) for name, text in texts.items())
     for each in heard:
         if each.topic.split("/")[4] == "cmd":
             continue
         Draft202012Validator(texts["envelope-1.json"], registry=registry).validate(each.json)
+        assert any(topic.fullmatch(each.topic) and schema == each.schema for topic, schema in known), each.topic
         name = each.schema.replace("/", "-") + ".json"
         Draft202012Validator(texts[name], registry=registry).validate(each.body)
 
