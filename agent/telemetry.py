@@ -162,15 +162,15 @@ class Telemetry:
 
     def watch(self, name: str, text: str, read: Readings) -> None:
         """Show what `read` gives as a gauge."""
-        self._registry.register(_Watched(name, text, (), _parts(read), GaugeMetricFamily))
+        self._registry.register(_Watched(name, text, ("model",), _parts(read), GaugeMetricFamily))
 
     def watch_count(self, name: str, text: str, read: Readings) -> None:
         """Show what `read` gives as a counter, which begins again where a model is loaded anew."""
-        self._registry.register(_Watched(name, text, (), _parts(read), CounterMetricFamily))
+        self._registry.register(_Watched(name, text, ("model",), _parts(read), CounterMetricFamily))
 
     def watch_parts(self, name: str, text: str, labels: Sequence[str], read: Parts) -> None:
         """Show what `read` gives as a gauge that has these labels beside the model."""
-        self._registry.register(_Watched(name, text, labels, read, GaugeMetricFamily))
+        self._registry.register(_Watched(name, text, ("model", *labels), read, GaugeMetricFamily))
 
     def watch_rows(self, name: str, text: str, read: Sizes) -> None:
         """Show what `read` gives, numbers of rows, as a histogram."""
@@ -186,7 +186,8 @@ class Telemetry:
 
     def watch_series(self, name: str, text: str, labels: Sequence[str], read: Parts, *, count: bool = False) -> None:
         """Show what `read` gives, of the agent as a whole, as a gauge with these labels, or as a counter."""
-        self._registry.register(_Series(name, text, labels, read, CounterMetricFamily if count else GaugeMetricFamily))
+        family = CounterMetricFamily if count else GaugeMetricFamily
+        self._registry.register(_Watched(name, text, labels, read, family))
 
     def degraded(self, cause: str, up: bool) -> None:
         """The level of degradation has changed."""
@@ -318,26 +319,8 @@ class _Watched(Collector):
         sums: dict[tuple[str, ...], float] = {}
         for labels, value in self._read():
             sums[labels] = sums.get(labels, 0.0) + value
-        family = self._family(self._name, self._text, labels=["model", *self._labels])
-        for labels, value in sums.items():
-            family.add_metric(labels, value)
-        yield family
-
-
-class _Series(Collector):
-    def __init__(
-        self,
-        name: str,
-        text: str,
-        labels: Sequence[str],
-        read: Parts,
-        family: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    ) -> None:
-        self._name, self._text, self._labels, self._read, self._family = name, text, labels, read, family
-
-    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
         family = self._family(self._name, self._text, labels=self._labels)
-        for labels, value in self._read():
+        for labels, value in sums.items():
             family.add_metric(labels, value)
         yield family
 
